@@ -216,7 +216,7 @@ emulated-algorithms: emulated-begun
 		--algorithms one_shot_ll128,two_shot_lamport,two_shot_copy,one_sided,call_order,p2p,odd_plans
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --grows --algorithms experts,handles
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms random_plans --programs 6 --seed 3
-	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push,two_shot_stages
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push,two_shot_pipeline
 
 # Other numbers of processors, several communicators, beside compute, and what is no algorithm.
 emulated-settings: emulated-begun
@@ -225,9 +225,9 @@ emulated-settings: emulated-begun
 	$(EMULATED) $(CARGO_TEST) --test examples
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms first_calls
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --concurrent 2,1,5 \
-		--algorithms one_shot_pull,two_shot_pull,two_shot_push,two_shot_stages,plans
+		--algorithms one_shot_pull,two_shot_pull,two_shot_push,two_shot_pipeline,plans
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --beside-compute \
-		--algorithms two_shot_stages,two_shot_copy,all_gather_broadcast
+		--algorithms two_shot_pipeline,two_shot_copy,all_gather_broadcast
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --beside-compute \
 		--algorithms two_shot_copy,all_gather_broadcast,reduce_scatter
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --grows --algorithms growth,fused
@@ -236,7 +236,7 @@ emulated-settings: emulated-begun
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --narrow \
 		--algorithms all_reduce,all_gather_broadcast,reduce_scatter,fused
 	$(EMULATED) EMULATED_PROCESSORS=3 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul
-	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_few
+	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_small_m
 	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed
 	$(EMULATED) EMULATED_PROCESSORS=96 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms p2p
 	$(EMULATED) $(COLLECTIVES) soak $(PATIENCE) --ranks 2 --calls 200

@@ -12,7 +12,7 @@ PROGRAMS = {
 }
 #: Collectives of programs and of kernels in documents, and ours of the same shape.
 PLANS = ",".join([
-    "plan_two_shot,two_shot_stages,plan_two_shot_pull,two_shot_pull,plan_one_shot,one_shot_pull,plan_one_shot_ll",
+    "plan_two_shot,two_shot_pipeline,plan_two_shot_pull,two_shot_pull,plan_one_shot,one_shot_pull,plan_one_shot_ll",
     "one_shot_ll,plan_two_shot_in_scratch_ll,two_shot_ll,plan_all_gather,native_my_all_gather,plan_reduce_scatter",
     "plan_reduce_scatter_pull,plan_reduce_scatter_ll,native_my_all_gather_of_vectors,reduce_scatter",
     "native_my_all_gather_of_vectors_ahead",
@@ -117,7 +117,7 @@ def measurements():
         it("training", "FSDP2, DDP, tensor parallelism and decoding of a Llama, compared with NCCL", 380, 590,
            lambda w: w.bench("training", "--kinds", "fsdp,ddp,tp,decode,decode_graph",
                              *w.pick([], ["--rounds", "1", "--steps", "5"]))),
-        it("training_compiled", "tensor parallelism with compiled layers and fused products", 400, 590,
+        it("training_compiled", "tensor parallelism with compiled layers and fused matmuls", 400, 590,
            lambda w: w.bench("training", "--kinds", "tp_compiled", "--contenders",
                              "NCCL,NCCL fused,ours,ours fused", "--rounds", "2",
                              *w.pick(["--batch", "8"], ["--steps", "5"]))),
@@ -148,7 +148,7 @@ def measurements():
         it("norms", "all-reduces with residual and RMSNorm, compared with NCCL", 150, 400,
            lambda w: w.bench("fused", "--tokens", w.pick("1,8,32,64,128,256,512,1024,2048", "8,128"),
                              "--rounds", w.pick("3", "1"))),
-        it("matmuls", "products of matrices with their communication, compared with torch's", 170, 400,
+        it("matmuls", "matrix products with their communication, compared with torch's", 170, 400,
            lambda w: w.bench("fused", "--what", "matmul", *w.pick([], ["--rows", "2048"]),
                              "--rounds", w.pick("2", "1"))),
         it("allreduce_scratch", "the largest all-reduces with 768 MiB of scratch", 30, 120,
@@ -209,7 +209,7 @@ def measurements():
            lambda w: w.checks("memory"), "log"),
         it("fused_norms", "fused norms, compared with separate operations", 60, 240,
            lambda w: w.checks("fused"), "log"),
-        it("fused_matmuls", "fused products of matrices, compared with separate operations", 60, 240,
+        it("fused_matmuls", "fused matmuls, compared with separate operations", 60, 240,
            lambda w: w.checks("matmul"), "log"),
         it("async_tp", "cases of torch's tests of asynchronous tensor parallelism", 60, 300,
            lambda w: w.checks("async_tp"), "log"),

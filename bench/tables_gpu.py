@@ -287,7 +287,7 @@ def device_splits():
 #: Collectives of programs and of kernels in documents, and our kernel of the same shape. Large all-gathers
 #: into windows go by copy engines; the kernel of all-to-alls moves as much by stores.
 OWN_SHAPES = {
-    "plan_two_shot": "two_shot_stages",
+    "plan_two_shot": "two_shot_pipeline",
     "plan_two_shot_pull": "two_shot_pull",
     "plan_one_shot": "one_shot_pull",
     "plan_one_shot_ll": "one_shot_ll",

@@ -134,9 +134,7 @@ def matmuls(places):
         "torch's fused",
         *["one kernel"] * with_one,
     ]
-    title = (
-        "Products of matrices with communication; in brackets the time of the product alone, divided by it"
-    )
+    title = "Matrix products with communication; in brackets the time of the product alone, divided by it"
     return title, place, report, head, rows
 
 

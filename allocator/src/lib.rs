@@ -7,8 +7,8 @@ compile_error!(
     "symmpool runs on 64-bit Linux: ranks share memory by its memfd, and wait by its futex"
 );
 
-mod amount;
 mod blocking;
+mod byte_size;
 mod deadline;
 mod descriptors;
 mod divergence;

@@ -55,7 +55,7 @@ fn a_rank_that_waits_in_the_tcp_store_can_be_interrupted() {
         scope.spawn(|| {
             let soon = Deadline::after(Duration::from_secs(5));
             let error = others[0].all_gather("all", b"", soon).unwrap_err();
-            // The interrupted rank withdraws its part, so that no rank goes on without it.
+            // The interrupted rank takes back its part, so that no rank goes on without it.
             assert!(error.is_timeout() && error.ranks() == [2], "{error}");
         });
         std::thread::sleep(Duration::from_millis(500));

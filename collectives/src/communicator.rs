@@ -15,7 +15,7 @@
 //! | `expert_memory` | the memory that a buffer for experts has for itself |
 //! | `explain` | what a call would do now |
 //! | `fused` | all-reduces with a residual and a norm |
-//! | `matmul` | products of matrices that hide their communication |
+//! | `matmul` | matrix products that hide their communication |
 //! | `growth` | which memory a call uses, and more of it before the first large call |
 //! | `addresses` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |

@@ -266,7 +266,7 @@ fn communicators_may_be_dropped_in_any_order() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_closes_the_communicator() {
+fn a_rank_that_does_not_come_fails_the_communicator() {
     // S5
     ranks(2, |pool| {
         let timeout = Duration::from_millis(200);

@@ -305,7 +305,7 @@ fn invalid_arguments_are_refused_with_their_values_and_do_not_affect_other_ranks
 }
 
 #[test]
-fn a_closed_communicator_serves_nothing_and_ends_waits() {
+fn a_failed_communicator_serves_nothing_and_ends_waits() {
     // S5
     ranks(3, |pool, _| {
         let options = CommunicatorOptions { timeout: 4 * SHORT, ..CommunicatorOptions::default() };

@@ -181,7 +181,7 @@ static void algorithms(symmpool_pool pool, symmpool_comm comm, uint32_t rank, ui
     OK(symmpool_collective(comm, "all_reduce", of[i], y, x, N, SYMMPOOL_DTYPE_F32, SYMMPOOL_OP_SUM, 0, NULL));
     for (int j = 0; j < N; j++) HOLDS(y[j] == (float)(world * (world + 1) / 2));
   }
-  OK(symmpool_collective(comm, "broadcast", "staged", x, NULL, N, SYMMPOOL_DTYPE_F32, 0, world - 1, NULL));
+  OK(symmpool_collective(comm, "broadcast", "scratch", x, NULL, N, SYMMPOOL_DTYPE_F32, 0, world - 1, NULL));
   HOLDS(x[0] == (float)world);
   IS(INVALID_ARGUMENT, symmpool_collective(comm, "gossip", NULL, y, x, N, 0, 0, 0, NULL));
   IS(INVALID_ARGUMENT, symmpool_collective(comm, "all_reduce", "rumour", y, x, N, 0, 0, 0, NULL));

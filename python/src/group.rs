@@ -209,7 +209,7 @@ impl Group {
 }
 
 /// Returns what a launcher says of this process in the environment, as a dict of `launcher`, `rank`, `world`,
-/// `local_rank` and `meeting`; None where there is none. Raises InvalidArgumentError as `Group.from_env` does.
+/// `local_rank` and `rendezvous`; None where there is none. Raises InvalidArgumentError as `Group.from_env` does.
 #[pyfunction]
 pub(crate) fn launch(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
     let Some(launch) = Launch::from_env().or_raise(py)? else { return Ok(None) };
@@ -218,7 +218,7 @@ pub(crate) fn launch(py: Python<'_>) -> PyResult<Option<Bound<'_, PyDict>>> {
     found.set_item("rank", launch.rank())?;
     found.set_item("world", launch.world())?;
     found.set_item("local_rank", launch.local_rank())?;
-    found.set_item("meeting", launch.store_address())?;
+    found.set_item("rendezvous", launch.store_address())?;
     Ok(Some(found))
 }
 

@@ -116,7 +116,7 @@ mod _symmpool {
     #[pymodule_export]
     use crate::matmul::{
         begin_matmul, end_watching, fail_matmul, gather_memory, gather_multiply,
-        has_room_for_product, has_tensor_kernels, make_room_for_product, matmul_memory,
+        has_room_for_matmul, has_tensor_kernels, make_room_for_matmul, matmul_memory,
         multiply_all_reduce, multiply_scatter, pull, push_step, step,
     };
     #[pymodule_export]

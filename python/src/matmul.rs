@@ -1,4 +1,4 @@
-//! The steps of fused products of matrices, for the package `symmpool.fused`, which puts the products themselves on
+//! The steps of fused matmuls, for the package `symmpool.fused`, which puts the products themselves on
 //! streams between them.
 
 #![allow(unsafe_code)] // passes on addresses that tensors gave
@@ -20,7 +20,7 @@ struct Ends(*mut u8, *const u8);
 // SAFETY: the addresses are only handed on to a call, whose contract says who may touch what they point to.
 unsafe impl Send for Ends {}
 
-/// Opens a fused product of an operator's name on the current stream. `sizes` are rows and columns of the left matrix of
+/// Opens a fused matmul of an operator's name on the current stream. `sizes` are rows and columns of the left matrix of
 /// this rank, and the columns of all products; `rest` is a hash of all else that ranks
 /// must pass alike.
 #[pyfunction]
@@ -46,7 +46,7 @@ pub(crate) fn begin_matmul(
     calls.run(py, || calls.comm.begin_matmul(&shape, &stream))
 }
 
-/// Fails the communicator where a fused product fails for a reason of this rank's behind its handshake, and notifies the other
+/// Fails the communicator where a fused matmul fails for a reason of this rank's behind its handshake, and notifies the other
 /// ranks.
 #[pyfunction]
 #[pyo3(name = "_fail_matmul")]
@@ -185,7 +185,7 @@ pub(crate) fn multiply_scatter(
             inner,
         })
         .collect();
-    let product = MatmulScatter {
+    let gemm = MatmulScatter {
         dtype,
         out_dtype,
         terms: &terms,
@@ -202,13 +202,13 @@ pub(crate) fn multiply_scatter(
     };
     // SAFETY: the package passes tensors of the communicator's device of these sizes, which it keeps alive, and memory of
     // the group's pool that its calls alone use.
-    calls.run(py, move || unsafe { calls.comm.matmul_reduce_scatter_at(&product, rest, &stream) })
+    calls.run(py, move || unsafe { calls.comm.matmul_reduce_scatter_at(&gemm, rest, &stream) })
 }
 
 /// Whether [`multiply_all_reduce`] has memory for products of so many rows and columns.
 #[pyfunction]
-#[pyo3(name = "_has_room_for_product")]
-pub(crate) fn has_room_for_product(
+#[pyo3(name = "_has_room_for_matmul")]
+pub(crate) fn has_room_for_matmul(
     py: Python<'_>,
     communicator: &Bound<'_, Communicator>,
     rows: usize,
@@ -216,14 +216,14 @@ pub(crate) fn has_room_for_product(
 ) -> bool {
     let calls = communicator.get().calls();
     // Another thread of this process may be in a call of the communicator, which waits for this one.
-    py.detach(|| calls.comm.has_room_for_product(rows, columns))
+    py.detach(|| calls.comm.has_room_for_matmul(rows, columns))
 }
 
 /// Takes memory for such products, where the communicator's memory grows, and says whether there is room then. A call like any
 /// other, on the current stream.
 #[pyfunction]
-#[pyo3(name = "_make_room_for_product")]
-pub(crate) fn make_room_for_product(
+#[pyo3(name = "_make_room_for_matmul")]
+pub(crate) fn make_room_for_matmul(
     py: Python<'_>,
     communicator: &Bound<'_, Communicator>,
     dtype: &str,
@@ -233,7 +233,7 @@ pub(crate) fn make_room_for_product(
     let calls = communicator.get().calls();
     let stream = calls.stream(py, None)?;
     let (dtype, _) = calls.or_decline(py, stream, types_named((dtype, dtype)))?;
-    calls.run(py, || calls.comm.make_room_for_product(dtype, (rows, columns), &stream))
+    calls.run(py, || calls.comm.make_room_for_matmul(dtype, (rows, columns), &stream))
 }
 
 /// Multiplies matrices, of which the left one has few rows, and adds up the products of all ranks, on the current stream.
@@ -257,11 +257,11 @@ pub(crate) fn multiply_all_reduce(
     let (dtype, _) = calls.or_decline(py, stream, types_named((dtype, dtype)))?;
     let (rows, inner, columns) = sizes;
     let (left, right) = (rows_at(left), rows_at(right));
-    let product =
+    let gemm =
         MatmulAllReduce { dtype, left, right, right_by_rows, out, rows, inner, columns, mean };
     // SAFETY: the package passes matrices of these sizes on the communicator's device, which it keeps alive until the
     // work is done.
-    calls.run(py, move || unsafe { calls.comm.matmul_all_reduce_at(&product, 0, &stream) })
+    calls.run(py, move || unsafe { calls.comm.matmul_all_reduce_at(&gemm, 0, &stream) })
 }
 
 /// Returns the memory that [`matmul_memory`] does, for `rows` rows of `inner` columns that are gathered from each
@@ -315,7 +315,7 @@ pub(crate) fn gather_multiply(
             scale,
         })
         .collect();
-    let product = MatmulGather {
+    let gemm = MatmulGather {
         dtype,
         out_dtype,
         left: rows_at((left.0, left.1)),
@@ -332,7 +332,7 @@ pub(crate) fn gather_multiply(
     };
     // SAFETY: the package passes matrices and memory of these sizes on the communicator's device, which it keeps
     // alive until the work is done.
-    calls.run(py, move || unsafe { calls.comm.all_gather_matmul_at(&product, rest, &stream) })
+    calls.run(py, move || unsafe { calls.comm.all_gather_matmul_at(&gemm, rest, &stream) })
 }
 
 /// Ends the threads that watch streams' waits: the program is ending.

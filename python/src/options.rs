@@ -117,14 +117,14 @@ fn over_hosts(
     options: PyResult<CommunicatorOptions>,
 ) -> PyResult<(CommunicatorOptions, Option<Outers>)> {
     let module = py.import("symmpool.communicators.outer")?;
-    let meeting = module.call_method1("Meeting", (pool,))?;
+    let rendezvous = module.call_method1("OuterRendezvous", (pool,))?;
     match options {
         Ok(options) => {
-            let made = meeting.call_method1("outers", (options.timeout.as_secs_f64(),))?;
+            let made = rendezvous.call_method1("outers", (options.timeout.as_secs_f64(),))?;
             Ok((options, Some(outers_of(&made)?)))
         }
         Err(error) => {
-            meeting.call_method1("refuse", (error.to_string(),))?;
+            rendezvous.call_method1("refuse", (error.to_string(),))?;
             Err(error)
         }
     }

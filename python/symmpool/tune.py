@@ -7,7 +7,7 @@ collective and size, in memory of the pool and in other memory, and checks every
 which SYMMPOOL_TABLES or `symmpool.load_tables` loads:
 
     {"symmpool_tables": 1, "devices": ["cpu"], "rows": [
-      {"collective": "all_gather", "world": 2, "windows": true, "up_to": 65536, "algorithm": "staged"},
+      {"collective": "all_gather", "world": 2, "windows": true, "up_to": 65536, "algorithm": "scratch"},
       {"collective": "all_gather", "world": 2, "windows": true, "up_to": null, "algorithm": "mine"}]}
 
 A row is for calls of up to `up_to` bytes (null: any number) of the larger one of input and output. Rows that

@@ -1,4 +1,4 @@
-"""Checks of torch's own tests of fused products and of Inductor's micro-pipelining, made of ours.
+"""Checks of torch's own tests of fused matmuls and of Inductor's micro-pipelining, made of ours.
 
 The cases are those of torch 2.11's tests of asynchronous tensor parallelism: shapes, types, dimensions,
 layouts and scales. Results are compared with float64: no element may be further from it than separate

@@ -1,4 +1,4 @@
-"""Programs in which Inductor's micro-pipelining is to find fused products, as torch's own tests have them.
+"""Programs in which Inductor's micro-pipelining is to find fused matmuls, as torch's own tests have them.
 
 torch looks at the code that was generated for a pretended group; here the programs run on ranks, so what was
 found is counted, and results are compared with those of the program as it is.
@@ -204,7 +204,7 @@ class Programs:
                 self.judge(seen.count(name) == 1, f"{what}: {seen.count(name)} x {name}: {seen.calls}")
 
     def other_groups(self, of_products, other):
-        """Collectives of a group that has not asked for fused products stay as they are."""
+        """Collectives of a group that has not asked for fused matmuls stay as they are."""
 
         def program(x, up, down):
             hidden = all_gather_tensor(all_gather_tensor(x, 0, of_products) @ up, 0, other)

@@ -67,7 +67,7 @@ def test_built_in_algorithms_are_listed_and_run_by_name():
     found = values(3, lists_and_runs)
     assert found[0] == found[1] == found[2]
     assert found[0]["all_gather"] == [
-        ("direct_all_gather", "plan"), ("staged", "builtin"), ("direct", "builtin"),
+        ("direct_all_gather", "plan"), ("scratch", "builtin"), ("direct", "builtin"),
     ]  # fmt: skip
     names = [name for name, _ in found[0]["all_reduce"]]
     assert names[:2] == ["one_shot", "two_shot"]
@@ -159,7 +159,7 @@ def module_level(group):
     symmpool.all_gather_into_tensor(whole, x, pool, algorithm="ring_all_gather")
     symmpool.reduce_scatter_tensor(out, x, group=pool, algorithm="direct")
     symmpool.all_to_all_single(
-        np.empty(8, np.float32), np.ones(8, np.float32), group=pool, algorithm="staged"
+        np.empty(8, np.float32), np.ones(8, np.float32), group=pool, algorithm="scratch"
     )
     symmpool.broadcast(x, 1, pool, algorithm="direct")
     assert np.asarray(x).tolist() == [3.0] * 4 and out.tolist() == [6.0] * 2

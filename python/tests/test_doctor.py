@@ -87,7 +87,7 @@ GOOD = {
         }
     },
     "launcher": {"executable": "/usr/bin/python3", "RANK": "0"},
-    "launch": dict.fromkeys(("launcher", "rank", "world", "local_rank", "meeting", "error")),
+    "launch": dict.fromkeys(("launcher", "rank", "world", "local_rank", "rendezvous", "error")),
     "variables": {"wrong": {}, "unknown": []},
 }
 

@@ -1,4 +1,4 @@
-"""Fused products that fail on one rank behind their handshake close its communicator."""
+"""Fused matmuls that fail on one rank behind their handshake fail its communicator."""
 
 import time
 import types
@@ -15,7 +15,7 @@ from symmpool.fused import pipeline
 def opened(comm):
     """A product whose handshake all ranks have made, without its memory."""
     entry = types.SimpleNamespace(comm=comm, run_function=lambda function, *given: function(comm, *given))
-    call = pipeline.ProductCall(entry, "fused_matmul_reduce_scatter", torch.zeros(4, 4), (4, 0, 4), 7)
+    call = pipeline.MatmulCall(entry, "fused_matmul_reduce_scatter", torch.zeros(4, 4), (4, 0, 4), 7)
     call.begin(0)
     # On devices, where there is memory that peers access, a product is open then.
     call.is_open = True
@@ -62,7 +62,7 @@ def test_a_product_that_fails_behind_its_handshake_closes_the_communicator(tmp_p
 
 
 def test_a_product_that_is_not_open_closes_nothing():
-    call = pipeline.ProductCall(
+    call = pipeline.MatmulCall(
         types.SimpleNamespace(comm=types.SimpleNamespace(rank=0, world=2)),
         "name",
         torch.zeros(1),

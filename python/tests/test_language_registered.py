@@ -34,7 +34,7 @@ def named(program, world, name):
 BUILT_IN = [
     ("one_shot_all_reduce", "two_shot"),
     ("one_shot_all_reduce", "one_shot_ll"),
-    ("direct_reduce_scatter", "staged"),
+    ("direct_reduce_scatter", "scratch"),
     ("direct_all_gather", "ring"),
     ("binomial_broadcast", "direct"),
     ("direct_all_to_all", "copy"),

@@ -60,7 +60,7 @@ def programs(group, folder):
     return cases.count > 0, cases.wrong
 
 
-def test_compiled_programs_have_fused_products(tmp_path):
+def test_compiled_programs_have_fused_matmuls(tmp_path):
     assert values(2, programs, str(tmp_path), limit=200) == [(True, [])] * 2
 
 

@@ -1,4 +1,4 @@
-"""Products of matrices that hide their communication, on the CPU: eager, compiled, installed, refused."""
+"""Matrix products that hide their communication, on the CPU: eager, compiled, installed, refused."""
 
 import warnings
 
@@ -13,7 +13,7 @@ import symmpool
 from symmpool import fused
 from symmpool.errors import DivergedError, InvalidArgumentError, UnsupportedError
 from symmpool.fused import tensor_cores
-from symmpool.fused.products import Product
+from symmpool.fused.matmuls import Matmul
 
 
 def numbers(shape, seed, dtype=torch.float32):
@@ -56,14 +56,14 @@ def gathers(group, folder):
         whole = gathered(shard, dim)
         front = whole if dim == shard.dim() - 1 else whole.movedim(dim, 0)
 
-        def product(right, front=front, dim=dim, shard=shard):
+        def matmul(right, front=front, dim=dim, shard=shard):
             made = (front.reshape(-1, front.shape[-1]) @ right).view(*front.shape[:-1], right.shape[1])
             return made if dim == shard.dim() - 1 else made.movedim(0, dim)
 
         for way in (fused.fused_all_gather_matmul, torch.ops.symmpool.fused_all_gather_matmul):
             A, found = way(shard, rights, dim, name)
             right = torch.equal(A, whole) and all(
-                torch.equal(one, product(each)) for one, each in zip(found, rights, strict=True)
+                torch.equal(one, matmul(each)) for one, each in zip(found, rights, strict=True)
             )
             none, again = way(shard, rights, dim, name, return_A=False)
             right &= none is None and all(map(torch.equal, found, again))
@@ -451,16 +451,16 @@ def test_batches_are_copied_only_where_they_must():
 
 def test_what_has_no_elements_is_filled_with_zeros():
     left, right = numbers((1, 4, 6), 1, torch.bfloat16), numbers((6, 8), 2, torch.bfloat16)
-    same, product = tensor_cores._filled(Product(right), left)
-    assert same is left and product.right is right
+    same, matmul = tensor_cores._filled(Matmul(right), left)
+    assert same is left and matmul.right is right
     for given in (right[:, :0], right.t().contiguous().t()[:, :0]):
-        same, product = tensor_cores._filled(Product(given), left)
-        assert same is left and product.right.shape == (6, 16) and not product.right.any()
-        assert tensor_cores._is_by_rows(product) == tensor_cores._is_by_rows(Product(given))
-    filled, product = tensor_cores._filled(Product(right[:0]), left[:, :, :0])
-    assert filled.shape == (1, 4, 16) and not filled.any() and product.right.shape == (16, 8)
+        same, matmul = tensor_cores._filled(Matmul(given), left)
+        assert same is left and matmul.right.shape == (6, 16) and not matmul.right.any()
+        assert tensor_cores._is_by_rows(matmul) == tensor_cores._is_by_rows(Matmul(given))
+    filled, matmul = tensor_cores._filled(Matmul(right[:0]), left[:, :, :0])
+    assert filled.shape == (1, 4, 16) and not filled.any() and matmul.right.shape == (16, 8)
 
 
 def test_the_kernel_serves_devices_only():
     left, right = numbers((1024, 64), 1, torch.bfloat16), numbers((64, 64), 2, torch.bfloat16)
-    assert not tensor_cores.serves_sum(None, [left], None, [Product(right)], 512, torch.bfloat16)
+    assert not tensor_cores.serves_sum(None, [left], None, [Matmul(right)], 512, torch.bfloat16)

@@ -190,7 +190,7 @@ def left_alone(group, ids, how):
         for _ in range(20):
             comm.all_reduce(x)
     took = time.monotonic() - begun
-    with pytest.raises(symmpool.Error, match="closed on all hosts"):
+    with pytest.raises(symmpool.Error, match="failed on all hosts"):
         comm.barrier()
     return str(raised.value), took
 
@@ -410,6 +410,6 @@ def test_hosts_without_gloo_are_refused_by_a_sentence(monkeypatch):
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
     from symmpool.communicators import outer
 
-    meeting = outer.Meeting(symmpool.Pool(group, "cpu"))
+    rendezvous = outer.OuterRendezvous(symmpool.Pool(group, "cpu"))
     with pytest.raises(symmpool.UnsupportedError, match="gloo carries data"):
-        meeting.outers(1.0)
+        rendezvous.outers(1.0)

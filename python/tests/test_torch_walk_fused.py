@@ -44,8 +44,8 @@ class Norm:
         return [found.out.float(), found.residual, *([given["norm_out"]] if quant else [])]
 
 
-class Product:
-    """A fused product, by its function and its tensors."""
+class Matmul:
+    """A fused matmul, by its function and its tensors."""
 
     def __init__(self, me, call, **given):
         self.call, self.given, self.written = call, given, {}
@@ -56,7 +56,7 @@ class Product:
 
 
 def close(found, expected):
-    """Products of matrices that lie otherwise in memory are rounded otherwise."""
+    """Matrix products that lie otherwise in memory are rounded otherwise."""
     same = found.shape == expected.shape and found.dtype == expected.dtype
     return same and torch.allclose(found.float(), expected.float(), rtol=1e-4, atol=1e-4)
 
@@ -75,17 +75,17 @@ def calls(me, world):
     scaled = a.to(torch.float8_e4m3fn), b.t().contiguous().to(torch.float8_e4m3fn).t()
     scales = torch.rand(2 * world, 1) + 0.5, torch.tensor([0.5])
     name = ops.name_of(None)
-    product = lambda call, **given: Product(me, call, **given)  # noqa: E731
+    matmul = lambda call, **given: Matmul(me, call, **given)  # noqa: E731
     x = torch.randn(2 * world, 3)
     found = {
         "norm": Norm(me),
         "norm of bfloat16": Norm(me, torch.bfloat16),
         "quantised norm": Norm(me, quantised=True),
-        "all_gather_matmul": product(lambda A, B: fused.fused_all_gather_matmul(A, [B], 0, None), A=a, B=b),
-        "all_gather_matmul of columns": product(
+        "all_gather_matmul": matmul(lambda A, B: fused.fused_all_gather_matmul(A, [B], 0, None), A=a, B=b),
+        "all_gather_matmul of columns": matmul(
             lambda A, B: fused.fused_all_gather_matmul(A, [B], 1, None), A=a, B=torch.randn(16 * world, 8)
         ),
-        "scaled all_gather_matmul": product(
+        "scaled all_gather_matmul": matmul(
             lambda A, B, A_scale, B_scale, bias: fused.fused_all_gather_scaled_matmul(
                 A, [B], A_scale, [B_scale], 0, None, [bias], [None], [torch.float32], [False]
             ),
@@ -95,17 +95,17 @@ def calls(me, world):
             B_scale=scales[1],
             bias=torch.randn(8),
         ),
-        "matmul_reduce_scatter": product(
+        "matmul_reduce_scatter": matmul(
             lambda A, B: fused.fused_matmul_reduce_scatter(A, B, "sum", 0, None), A=a, B=b
         ),
-        "matmuls_reduce_scatter": product(
+        "matmuls_reduce_scatter": matmul(
             lambda A, B, A2, B2: fused.fused_matmuls_reduce_scatter([A, A2], [B, B2], "sum", 0, None),
             A=a,
             B=b,
             A2=a + 1,
             B2=b + 1,
         ),
-        "scaled matmul_reduce_scatter": product(
+        "scaled matmul_reduce_scatter": matmul(
             lambda A, B, A_scale, B_scale: fused.fused_scaled_matmul_reduce_scatter(
                 A, B, A_scale, B_scale, "sum", 0, 0, None, None, None, None, torch.float32
             ),
@@ -114,15 +114,15 @@ def calls(me, world):
             A_scale=scales[0],
             B_scale=scales[1],
         ),
-        "matmul_all_reduce": product(lambda A, B: fused.matmul_all_reduce(A, B, "sum", None), A=a, B=b),
-        "low_contention_all_gather": product(lambda A: fused.low_contention_all_gather(A, None), A=a),
-        "low_contention_reduce_scatter": product(
+        "matmul_all_reduce": matmul(lambda A, B: fused.matmul_all_reduce(A, B, "sum", None), A=a, B=b),
+        "low_contention_all_gather": matmul(lambda A: fused.low_contention_all_gather(A, None), A=a),
+        "low_contention_reduce_scatter": matmul(
             lambda A: fused.low_contention_reduce_scatter(A, "sum", None), A=a
         ),
-        "ops.all_reduce": product(lambda x: ops.all_reduce(x, "sum"), x=x),
-        "ops.all_gather_tensor": product(lambda x: ops.all_gather_tensor(x), x=x),
-        "ops.reduce_scatter_tensor": product(lambda x: ops.reduce_scatter_tensor(x, "sum"), x=x),
-        "ops.all_to_all_single": product(lambda x: ops.all_to_all_single(x), x=x),
+        "ops.all_reduce": matmul(lambda x: ops.all_reduce(x, "sum"), x=x),
+        "ops.all_gather_tensor": matmul(lambda x: ops.all_gather_tensor(x), x=x),
+        "ops.reduce_scatter_tensor": matmul(lambda x: ops.reduce_scatter_tensor(x, "sum"), x=x),
+        "ops.all_to_all_single": matmul(lambda x: ops.all_to_all_single(x), x=x),
     }
     of = torch.ops.symmpool
 
@@ -133,7 +133,7 @@ def calls(me, world):
             return out
 
         default = out
-        return product(into, x=x, out=out)
+        return matmul(into, x=x, out=out)
 
     for operator, call, shape in (
         ("all_reduce_into_", lambda *given: of.all_reduce_into_(*given, "sum", name), (2 * world, 3)),

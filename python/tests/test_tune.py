@@ -47,7 +47,7 @@ def test_tables_are_written_and_loaded(tmp_path):
     library.direct_all_gather.compile(2).save(plan)
     done = run("--collective", "all_gather", "--ranks", 2, "--sizes", "1K,4K", "--plan", plan, "--out", table)
     assert done.returncode == 0, done.stderr
-    assert "direct_all_gather" in done.stdout and "staged" in done.stdout
+    assert "direct_all_gather" in done.stdout and "scratch" in done.stdout
     found = json.loads(table.read_text())
     assert found["symmpool_tables"] == 1 and found["devices"] == ["cpu"]
     assert {row["windows"] for row in found["rows"]} == {True, False}
@@ -101,7 +101,7 @@ def test_algorithms_of_a_module_are_timed(tmp_path):
     )
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
-    assert " mine" in done.stdout and "staged" in done.stdout
+    assert " mine" in done.stdout and "scratch" in done.stdout
     assert "of_mine is a kernel, which host memory cannot have" in done.stdout
     assert len(json.loads(table.read_text())["rows"]) == 2
     # The error names the fault of the module, with its file.

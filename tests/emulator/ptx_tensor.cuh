@@ -197,7 +197,7 @@ inline void end_batch() {}
 template <unsigned LEFT> void await_products() { emulated::emulated_group(8 + threadIdx.x / 128, 128, 0); }
 
 inline void await_sums(float (&)[SUMS]) { await_products<0>(); }
-template <unsigned COLUMNS> void await_few_sums(float (&)[SUMS_OF<COLUMNS>]) { await_products<0>(); }
+template <unsigned COLUMNS> void await_small_sums(float (&)[SUMS_OF<COLUMNS>]) { await_products<0>(); }
 
 // An element of 32 bytes of a row of a factor, from a place within the first row of a tile on.
 template <unsigned TYPE> __attribute__((always_inline)) inline float element_of(SharedAt at, unsigned row, unsigned nth) {
@@ -252,7 +252,7 @@ template <unsigned TYPE, bool TRANSPOSED> void multiply(float (&sums)[SUMS], Sha
 }
 
 template <unsigned TYPE, bool TRANSPOSED, unsigned COLUMNS>
-void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], SharedAt left, SharedAt right) {
+void multiply_small(float (&sums)[SUMS_OF<COLUMNS>], SharedAt left, SharedAt right) {
     multiply_columns<TYPE, TRANSPOSED, false, COLUMNS>(sums, left, right);
 }
 

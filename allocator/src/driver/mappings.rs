@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::Reservation;
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::sync::lock_leaf;
 use crate::{Error, Result};
 
@@ -22,7 +22,7 @@ pub(super) fn check_size(what: &str, bytes: u64, granularity: u64) -> Result<()>
     if bytes == 0 || !bytes.is_multiple_of(granularity) {
         return Err(Error::invalid_argument(format!(
             "{what} of {bytes} bytes; sizes are positive multiples of the granularity, {}",
-            Amount(granularity)
+            ByteSize(granularity)
         )));
     }
     Ok(())
@@ -35,7 +35,7 @@ pub(super) fn check_reserve(bytes: u64, align: u64, granularity: u64) -> Result<
     if !align.is_power_of_two() || align < granularity {
         return Err(Error::invalid_argument(format!(
             "a reservation aligned to {align} bytes; alignments are powers of two of at least {}",
-            Amount(granularity)
+            ByteSize(granularity)
         )));
     }
     Ok(())
@@ -176,9 +176,9 @@ impl<R: Ranges> Mappings<R> {
             return Err(Error::invalid_argument(format!(
                 "mapping {} at offset {offset:#x} of the reservation at {:#x} overlaps the \
                  mapping of {} at offset {at:#x}; unmap that first",
-                Amount(bytes),
+                ByteSize(bytes),
                 reservation.base(),
-                Amount(there)
+                ByteSize(there)
             )));
         }
         place.changing.push((offset, bytes));
@@ -226,13 +226,13 @@ impl<R: Ranges> Mappings<R> {
         let there = match place.overlapping(offset, offset + bytes) {
             Some((at, there)) => format!(
                 "where {} are mapped at offset {at:#x}; mappings are undone whole",
-                Amount(there)
+                ByteSize(there)
             ),
             None => "where nothing is mapped".to_owned(),
         };
         Err(Error::invalid_argument(format!(
             "unmapping {} at offset {offset:#x} of the reservation at {:#x}, {there}",
-            Amount(bytes),
+            ByteSize(bytes),
             reservation.base()
         )))
     }
@@ -255,14 +255,14 @@ impl<R: Ranges> Mappings<R> {
         if !offset.is_multiple_of(self.granularity) {
             return Err(Error::invalid_argument(format!(
                 "a mapping at offset {offset:#x}; offsets are multiples of the granularity, {}",
-                Amount(self.granularity)
+                ByteSize(self.granularity)
             )));
         }
         if !reservation.contains(offset, bytes) {
             return Err(Error::invalid_argument(format!(
                 "{} at offset {offset:#x} reach beyond the reservation of {}",
-                Amount(bytes),
-                Amount(reservation.bytes())
+                ByteSize(bytes),
+                ByteSize(reservation.bytes())
             )));
         }
         Ok(())
@@ -280,7 +280,7 @@ fn region<'a, R>(
         .ok_or_else(|| {
             Error::invalid_argument(format!(
                 "no live reservation of {} at {:#x} in this driver",
-                Amount(reservation.bytes()),
+                ByteSize(reservation.bytes()),
                 reservation.base()
             ))
         })

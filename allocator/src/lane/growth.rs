@@ -7,7 +7,7 @@ use super::state::LaneState;
 use super::streams::bit;
 use super::table::{BlockEntry, BlockState, NIL};
 use super::{EventKind, LaneKind, Segment, Site, UNIT, WindowPolicy};
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::{Error, Result};
 
 impl LaneState {
@@ -23,8 +23,8 @@ impl LaneState {
             return Err(Error::out_of_memory(format!(
                 "lane {:?}: cannot reserve {:#} in a range of {}",
                 self.config.name,
-                Amount(bytes),
-                Amount(self.range)
+                ByteSize(bytes),
+                ByteSize(self.range)
             )));
         }
         let ordinal = self.streams.ordinal(stream)?;
@@ -165,8 +165,8 @@ impl LaneState {
                 "lane {:?}: {} more do not fit in its address range of {}; build the pool with a \
                  longer range, or trim and commit so that released ranges can be used again",
                 self.config.name,
-                Amount(need),
-                Amount(self.range)
+                ByteSize(need),
+                ByteSize(self.range)
             ))),
         }
     }
@@ -211,10 +211,10 @@ impl LaneState {
                     "lane {:?}: {} more would exceed its limit of {}; {} are held, {} of them in \
                      use. Free blocks, then trim and commit, or raise the limit",
                     self.config.name,
-                    Amount(new),
-                    Amount(limit),
-                    Amount(self.segments.held()),
-                    Amount(self.counts.allocated)
+                    ByteSize(new),
+                    ByteSize(limit),
+                    ByteSize(self.segments.held()),
+                    ByteSize(self.counts.allocated)
                 )));
             }
             growth.new = self.segments.pieces(growing, counter, end, new, self.granularity);

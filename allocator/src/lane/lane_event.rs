@@ -5,7 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::{Site, UNIT};
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 
 /// One event of a lane's sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,7 +129,7 @@ impl fmt::Display for EventKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Alloc { bytes, align, stream, .. } => {
-                write!(f, "alloc {:#} on stream {stream}", Amount(*bytes))?;
+                write!(f, "alloc {:#} on stream {stream}", ByteSize(*bytes))?;
                 if *align > super::UNIT {
                     write!(f, ", aligned to {align}")?;
                 }
@@ -140,9 +140,9 @@ impl fmt::Display for EventKind {
                 write!(f, "use of the block of event {block} on stream {stream}")
             }
             Self::Reserve { bytes, stream } => {
-                write!(f, "reserve {:#} on stream {stream}", Amount(*bytes))
+                write!(f, "reserve {:#} on stream {stream}", ByteSize(*bytes))
             }
-            Self::Trim { bytes } => write!(f, "trim of {:#}", Amount(*bytes)),
+            Self::Trim { bytes } => write!(f, "trim of {:#}", ByteSize(*bytes)),
             Self::Reclaim { blocks, .. } => write!(f, "return of {blocks} unordered frees"),
             Self::Resync { .. } => f.write_str("resync"),
             Self::Forget { stream } => write!(f, "end of stream {stream}"),

@@ -14,7 +14,7 @@ use super::stats::{LaneStats, RunningCounts};
 use super::streams::{Streams, bit};
 use super::table::{BlockEntry, BlockState, BlockTable, BlockView};
 use super::{EventKind, LaneConfig, LaneEvent, LaneKind, Segment, Site, UNIT, WindowPolicy};
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::driver::Stream;
 use crate::error::ErrorKind;
 use crate::{Error, Result};
@@ -408,7 +408,7 @@ impl LaneState {
                 "lane {:?}: alignment {align}; it must be a power of two of at most {}, the driver's \
                  granularity, to which heaps are aligned",
                 self.config.name,
-                Amount(self.granularity)
+                ByteSize(self.granularity)
             )));
         }
         if bytes > self.range {
@@ -416,8 +416,8 @@ impl LaneState {
                 "lane {:?}: a request of {:#} is larger than the lane's range of {}; \
                  build the pool with a longer range",
                 self.config.name,
-                Amount(bytes),
-                Amount(self.range)
+                ByteSize(bytes),
+                ByteSize(self.range)
             )));
         }
         let size = bytes.div_ceil(UNIT).max(1) as u32;

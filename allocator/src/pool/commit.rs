@@ -19,8 +19,8 @@ use std::sync::atomic::Ordering;
 use super::Pool;
 use super::commit_guard::{CommitGuard, LockedLane, all_sound};
 use super::committer::{Committer, incomplete_commit, own_failure_or};
+use super::exchange_segments::{GRACE, SegmentToMap, fresh_segments};
 use super::lane_memory::LaneInner;
-use super::share::{Fresh, GRACE, fresh_segments};
 use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{
     LaneProposal, Proposal, Propose, ReportedFrees, Verdict, judge,
@@ -166,7 +166,7 @@ impl Pool {
         let mut ready = self.driver().at_step(Step::CommitAgree);
         let fresh = fresh_segments(locked);
         if locked.iter().any(LockedLane::is_due) {
-            self.share(committer, locked, &fresh, ready, deadline)?;
+            self.exchange_segments(committer, locked, &fresh, ready, deadline)?;
             ready = Ok(());
         }
         let finished = ready
@@ -293,7 +293,7 @@ impl Pool {
     fn finish(
         &self,
         locked: &mut [LockedLane<'_>],
-        fresh: &[Fresh],
+        fresh: &[SegmentToMap],
         reports: &[ReportedFrees],
         deadline: Deadline,
     ) -> Result<CommitReport> {

@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::share::GRACE;
+use super::exchange_segments::GRACE;
 use super::*;
 use crate::Deadline;
 use crate::driver::{SimDriver, Step};

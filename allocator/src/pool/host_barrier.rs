@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::Pool;
 use super::committer::Committer;
-use super::share::GRACE;
+use super::exchange_segments::GRACE;
 use crate::error::ErrorKind;
 use crate::group::Interrupt;
 use crate::rendezvous::sockets::{BarrierMessage, BarrierStep, PeerSockets};

@@ -12,9 +12,9 @@ use super::block::Block;
 use super::commit::Covers;
 use super::commit_guard::LockedLane;
 use super::committer::Committer;
+use super::exchange_segments::fresh_segments;
 use super::lane::Lane;
 use super::lane_memory::LaneInner;
-use super::share::fresh_segments;
 use crate::lane::here;
 use crate::{Deadline, Error, Result};
 
@@ -116,7 +116,7 @@ impl Pool {
         self.agree(committer, own, covers, deadline)?;
         let fresh = fresh_segments(own);
         if !fresh.is_empty() {
-            self.share(committer, own, &fresh, Ok(()), deadline)?;
+            self.exchange_segments(committer, own, &fresh, Ok(()), deadline)?;
         }
         let LaneInner { state, memory } = &mut *own[0].inner;
         memory.shared_below = state.next_segment();

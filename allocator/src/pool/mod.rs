@@ -38,6 +38,7 @@ mod commit_due;
 mod commit_guard;
 mod committer;
 mod early_handles;
+mod exchange_segments;
 mod free_queue;
 mod host_barrier;
 mod joint_block;
@@ -48,7 +49,6 @@ mod nested;
 mod on_device;
 mod on_host;
 mod resync;
-mod share;
 mod shared_lane;
 mod vote;
 

@@ -17,7 +17,7 @@ pub(crate) struct Gathering<B> {
     /// Rank to the id of its part.
     parts: BTreeMap<u32, u32>,
     /// Ranks that came and stopped waiting.
-    withdrawn: BTreeSet<u32>,
+    left: BTreeSet<u32>,
     /// Distinct part to its id. Ids are given in order of arrival and never used again.
     distinct: BTreeMap<B, u32>,
     /// The id of each distinct part to the part, and how many ranks have it.
@@ -36,7 +36,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         Self {
             world,
             parts: BTreeMap::new(),
-            withdrawn: BTreeSet::new(),
+            left: BTreeSet::new(),
             distinct: BTreeMap::new(),
             holders: BTreeMap::new(),
             next_id: 0,
@@ -92,7 +92,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
             *holders += 1;
         }
         self.parts.insert(rank, id);
-        self.withdrawn.remove(&rank);
+        self.left.remove(&rank);
         Ok(self.parts.len() == self.world as usize)
     }
 
@@ -106,9 +106,9 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
     }
 
     /// Takes back the part of a rank that stopped waiting.
-    pub(crate) fn withdraw(&mut self, rank: u32) {
+    pub(crate) fn leave(&mut self, rank: u32) {
         let Some(id) = self.parts.remove(&rank) else { return };
-        self.withdrawn.insert(rank);
+        self.left.insert(rank);
         self.calls = self.calls.saturating_sub(1);
         if let Some((_, holders)) = self.holders.get_mut(&id) {
             *holders -= 1;
@@ -123,7 +123,7 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
 
     /// A rank whose part never was here came and stopped waiting.
     pub(crate) fn note_left(&mut self, rank: u32) {
-        self.withdrawn.insert(rank);
+        self.left.insert(rank);
     }
 
     /// Marks the gather failed for everyone who is in it or still comes; returns `error`.
@@ -176,17 +176,17 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         }
         absent.extend(next..self.world);
         let (left, never): (Vec<u32>, Vec<u32>) =
-            absent.into_iter().partition(|rank| self.withdrawn.contains(rank));
+            absent.into_iter().partition(|rank| self.left.contains(rank));
         if never.is_empty() { left } else { never }
     }
 
     /// Those of `ranks` that are [`missing`](Gathering::missing). Its cost depends on `ranks` alone, as it is
     /// called at every arrival.
     pub(crate) fn missing_of(&self, ranks: impl Iterator<Item = u32>) -> Vec<u32> {
-        let all_came = self.parts.len() + self.withdrawn.len() >= self.world as usize;
+        let all_came = self.parts.len() + self.left.len() >= self.world as usize;
         ranks
             .filter(|rank| *rank < self.world && !self.has(*rank))
-            .filter(|rank| all_came || !self.withdrawn.contains(rank))
+            .filter(|rank| all_came || !self.left.contains(rank))
             .collect()
     }
 
@@ -234,10 +234,10 @@ mod tests {
     }
 
     #[test]
-    fn a_withdrawn_part_leaves_nothing_behind() {
+    fn a_rank_that_left_leaves_nothing_behind() {
         let mut gathering = Gathering::new(2);
         gathering.arrive("k", 0, 2, part("old")).unwrap();
-        gathering.withdraw(0);
+        gathering.leave(0);
         assert!(gathering.is_spent());
         gathering.arrive("k", 0, 2, part("new")).unwrap();
         assert!(gathering.arrive("k", 1, 2, part("new")).unwrap());
@@ -250,7 +250,7 @@ mod tests {
         gathering.arrive("k", 0, 3, part("x")).unwrap();
         gathering.arrive("k", 1, 3, part("x")).unwrap();
         assert_eq!(gathering.missing(), [2]);
-        gathering.withdraw(0);
+        gathering.leave(0);
         assert_eq!(gathering.missing(), [2], "rank 0 left because of rank 2");
         assert_eq!(gathering.missing_of(0..5), [2]);
         assert_eq!(gathering.missing_of(0..2), Vec::<u32>::new());

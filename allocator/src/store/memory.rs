@@ -206,8 +206,8 @@ impl Store for MemoryStore {
                 // There is no outcome yet, so the entry is still that of this gather.
                 let Some(open) = guard.gathers.get_mut(key) else { break };
                 let missing = open.gathering.missing();
-                if !mutant("mutant_not_withdrawn") {
-                    open.gathering.withdraw(rank);
+                if !mutant("mutant_part_of_a_rank_that_left") {
+                    open.gathering.leave(rank);
                 }
                 if open.gathering.is_spent() {
                     guard.gathers.remove(key);
@@ -284,7 +284,7 @@ mod models {
 
     #[test]
     fn loom_a_rank_leaves_a_gather_and_comes_again() {
-        prove(3, &["mutant_not_withdrawn"], a_gather_meets_a_rank_that_left);
+        prove(3, &["mutant_part_of_a_rank_that_left"], a_gather_meets_a_rank_that_left);
     }
 }
 

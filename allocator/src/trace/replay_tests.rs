@@ -232,7 +232,7 @@ fn a_missing_commit_ends_in_bounded_time() {
     let started = Instant::now();
     let failure = play(&trace, &options).error.expect("two ranks wait for the third's commit");
     assert!(failure.error.is_timeout() || failure.error.is_peer_lost(), "{}", failure.message);
-    // The rank that gives up first withdraws from the gather, so the other may miss two ranks.
+    // The rank that gives up first leaves the gather, so the other may miss two ranks.
     assert!(failure.error.ranks().contains(&2), "{}", failure.message);
     let without_error = RankGroup { ranks: vec![2], message: None };
     assert!(!failure.is_same_everywhere() && failure.groups.contains(&without_error));

@@ -29,7 +29,7 @@ struct PipelineStage {
         const u64 length =
             exchange.uses_scratch(sender, receiver) ? exchange.behind_inbox(sender, receiver) : 0;
         const u32 stages = count(comm);
-        const Split split(length, stages, 128);
+        const EvenSplit split(length, stages, 128);
         from = exchange.traffic.head + split.begin(stage);
         to = exchange.traffic.head + split.begin(stage + 1);
         const u64 most = 16 * (half(comm) / stages / 8 * 8);
@@ -74,8 +74,8 @@ __device__ __forceinline__ void raise_stage_flags(const Session& session, u32 ki
 // divided among stages first: the number of turns differs from stage to stage.
 __device__ __forceinline__ void copy_own(const Exchange& exchange, u32 stage, u32 turn, u32 turns) {
     const Copy copy(exchange.transfers[0]);
-    const Range mine = Split(copy.units(), PipelineStage::count(exchange.session.comm))[stage];
-    const Split split(mine.to - mine.from, turns);
+    const Range mine = EvenSplit(copy.units(), PipelineStage::count(exchange.session.comm))[stage];
+    const EvenSplit split(mine.to - mine.from, turns);
     copy.run(mine.from + split.begin(turn), mine.from + split.begin(turn + 1));
 }
 

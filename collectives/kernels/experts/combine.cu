@@ -1,13 +1,13 @@
 //! Combine from experts: rows go back to the ranks of their tokens, which sum up the rows of each token.
-//! Defines: WORLD, THREADS, DTYPE, BY_EXPERT, ONLY_FEW.
+//! Defines: WORLD, THREADS, DTYPE, BY_EXPERT, ONLY_LOW_LATENCY.
 //!
 //! Of each worker block some warps send rows, chunk by chunk, and the others sum up the chunks that have arrived, so that
 //! links and memory are busy at the same time. Warps that send wait for handshakes and for weights alone, and warps that sum
 //! up a step for the sends of that step, whatever blocks make them. A peer's memory for rows is free when it has come to
-//! this call. Before all that, rows of ranks with few tokens go through inboxes (`experts/combine_few.cuh`).
+//! this call. Before all that, rows of ranks with few tokens go through inboxes (`experts/combine_low_latency.cuh`).
 
 #include <experts/bulk.cuh>
-#include <experts/combine_few.cuh>
+#include <experts/combine_low_latency.cuh>
 
 using namespace symmpool;
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void for_rows_of_step(const Comm& comm, const Experts
 #pragma unroll 1
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 source = comm.after(distance);
-        if (has_few(work, sources.tokens[source])) {
+        if (is_low_latency(work, sources.tokens[source])) {
             continue;
         }
         const Chunks chunks(sources.tokens[source], work.peer_blocks);
@@ -189,17 +189,17 @@ __device__ __forceinline__ void sum_tokens(const Comm& comm, const ExpertsWork& 
     }
 }
 
-__device__ __forceinline__ void lead(const FewSums& few, const Call& call) {
-    const Session& session = few.session;
-    send_handshake_of(session, call, few.work, THREADS);
-    check_handle(session, few.work, few.work.input_rows);
-    few.sent.send(session, [&](u32 source) { return few.returns(source); });
+__device__ __forceinline__ void lead(const LowLatencyCombine& low_latency, const Call& call) {
+    const Session& session = low_latency.session;
+    send_handshake_of(session, call, low_latency.work, THREADS);
+    check_handle(session, low_latency.work, low_latency.work.input_rows);
+    low_latency.sent.send(session, [&](u32 source) { return low_latency.returns(source); });
     session.advance();
     compare_handshakes(session, call, threadIdx.x, blockDim.x);
     if (must_expire_flags(session)) {
-        expire_unused(session, few.work);
+        expire_unused(session, low_latency.work);
     }
-    discard_unexpected(session, few.work);
+    discard_unexpected(session, low_latency.work);
 }
 
 // A name from which profilers make "symmpool::combine()", as that of a dispatch.
@@ -216,24 +216,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     sources.keep(work, word);
-    const FewSums few(session, work);
+    const LowLatencyCombine low_latency(session, work);
     if (is_leader_block()) {
-        lead(few, call);
+        lead(low_latency, call);
         return;
     }
     session.advance();
-    const bool sums_few = has_few(work, work.tokens);
-    const Share share(sums_few ? work.tokens : 0, few.pieces(), 0);
+    const bool sums_low_latency = is_low_latency(work, work.tokens);
+    const BlockRows own_rows(sums_low_latency ? work.tokens : 0, low_latency.pieces(), 0);
 #if BY_EXPERT
-    if (work.sends_weights && sums_few) {
-        send_few_weights(few, share);
+    if (work.sends_weights && sums_low_latency) {
+        send_low_latency_weights(low_latency, own_rows);
     }
 #endif
-    if (!return_few(few) || __syncthreads_or(!sum_few(few, share))) {
+    if (!return_low_latency(low_latency) || __syncthreads_or(!sum_low_latency(low_latency, own_rows))) {
         return;
     }
-    const auto has_many = [&](u32 source) { return few.has_many(source); };
-    if (!any_has_many(few)) {
+    const auto is_bulk = [&](u32 source) { return low_latency.is_bulk(source); };
+    if (!any_is_bulk(low_latency)) {
         return;
     }
     const PeerBlocks own(work.peer_blocks);
@@ -241,9 +241,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 source = comm.after(distance);
         const Chunks chunks(sources.tokens[source], work.peer_blocks);
-        steps = has_many(source) && steps_of(chunks) > steps ? steps_of(chunks) : steps;
+        steps = is_bulk(source) && steps_of(chunks) > steps ? steps_of(chunks) : steps;
     }
-    const bool gives_weights = work.sends_weights && !sums_few;
+    const bool gives_weights = work.sends_weights && !sums_low_latency;
     if (steps != 0 || gives_weights) {
         if (!await_handshakes<true>(session, call)) {
             return;
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             raise_flags(session, own, WEIGHTS_KIND, 1);
         }
         // Ranks with few tokens send their weights through inboxes.
-        if (work.sends_weights && !await_flags(session, own, WEIGHTS_KIND, 1, DATA, has_many)) {
+        if (work.sends_weights && !await_flags(session, own, WEIGHTS_KIND, 1, DATA, is_bulk)) {
             return;
         }
     }
@@ -263,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const Chunks chunks(work.tokens, work.peer_blocks);
 #pragma unroll 1
-    for (u32 step = 0; step < steps_of(chunks) && !sums_few; ++step) {
+    for (u32 step = 0; step < steps_of(chunks) && !sums_low_latency; ++step) {
         // Blocks sum up chunks by turns, so that all have equally many, whatever blocks send them.
         for (u32 index = worker_block(); index < work.peer_blocks; index += worker_blocks()) {
             const PeerBlocks one(work.peer_blocks, index, work.peer_blocks);

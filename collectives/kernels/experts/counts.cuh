@@ -33,7 +33,7 @@ struct Routing {
     template <typename Visit, typename Done>
     __device__ __forceinline__ void for_tokens(u32 from, u32 to, u32 warp, Visit visit, Done done) const {
         // Ids that a thread has under way. Of few tokens a thread has one, and more would only be instructions to load.
-        constexpr u32 BATCH = ONLY_FEW ? 1 : 4;
+        constexpr u32 BATCH = ONLY_LOW_LATENCY ? 1 : 4;
         // A power of two for each token, so that nothing is divided, which takes long.
         u32 log = 0;
         while (log < 5 && 1u << log < work.top_k && 2 * (to - from) << log <= THREADS) {

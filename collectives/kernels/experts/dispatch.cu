@@ -1,15 +1,16 @@
 //! Dispatch to experts: every token goes to the ranks of its experts, once to each, where its row belongs at once.
-//! Defines: WORLD, THREADS, BY_EXPERT, ONLY_FEW; with QUANTIZES also DTYPE, the type of the tokens that become 8-bit floats.
+//! Defines: WORLD, THREADS, BY_EXPERT, ONLY_LOW_LATENCY; with QUANTIZES also DTYPE, the type of the tokens that become
+//! 8-bit floats.
 //!
 //! The leader block counts this rank's rows for each rank and expert and tells all ranks. Worker blocks count the tokens
 //! before their own, so they know the places of their rows without waiting for other blocks. Before they write to a peer
 //! they wait for its handshake: it has come to this call, so it has read what it received before. A rank with few tokens
-//! sends them through inboxes, and so does not wait (`experts/dispatch_few.cuh`). Which way rows travel is the choice of
+//! sends them through inboxes, and so does not wait (`experts/dispatch_low_latency.cuh`). Which way rows travel is the choice of
 //! their source, of which all ranks know how many tokens it has.
 //!
 //! With BY_EXPERT, blocks copy the rows that have arrived to the places of their experts.
 
-#include <experts/dispatch_few.cuh>
+#include <experts/dispatch_low_latency.cuh>
 
 using namespace symmpool;
 
@@ -51,10 +52,10 @@ __device__ __forceinline__ void send_counts(const Session& session, const Routin
 
 // Waits for the counts of all ranks, and finds where rows begin. Called by all threads of a block, which get the same
 // answer: false if a rank does not come.
-__device__ __forceinline__ bool know_rows(const FewRows& few, bool is_leader) {
-    const Session& session = few.session;
-    const ExpertsWork& work = few.work;
-    const u32 rank = session.comm.rank, local = few.routing.local;
+__device__ __forceinline__ bool know_rows(const LowLatencyDispatch& low_latency, bool is_leader) {
+    const Session& session = low_latency.session;
+    const ExpertsWork& work = low_latency.work;
+    const u32 rank = session.comm.rank, local = low_latency.routing.local;
     bool there = true;
     if (work.known) {
         if (threadIdx.x < WORLD) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ bool know_rows(const FewRows& few, bool is_leader) {
         shared.sources[thread_from(64)] = shared.counts.begin(thread_from(64), rank);
     }
     if (thread_from(96) == 0) {
-        arriving.fill([&](u32 source) { return few.arriving(source); });
+        arriving.fill([&](u32 source) { return low_latency.arriving(source); });
     }
     __syncthreads();
     return true;
@@ -179,13 +180,13 @@ __device__ __forceinline__ void lead(const Session& session, const Call& call, c
     } else {
         check_handle(session, work, 1ull << 31);
     }
-    const FewRows few(session, routing);
+    const LowLatencyDispatch low_latency(session, routing);
     if (work.known) {
-        few.sent().send(session, [&](u32 rank) { return few_rows_of[rank]; });
+        low_latency.sent().send(session, [&](u32 rank) { return low_latency_rows_of[rank]; });
     }
     session.advance();
     compare_handshakes(session, call, threadIdx.x, blockDim.x);
-    if (!know_rows(few, true)) {
+    if (!know_rows(low_latency, true)) {
         return;
     }
     if (!work.known) {
@@ -246,50 +247,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     session.advance();
-    const FewRows few(session, routing);
-    const bool sends_few = has_few(work, work.tokens);
-    const Share share(sends_few ? work.tokens : 0, few.pieces(), 0);
-    if (!work.known && (!sends_few || !share.is_empty())) {
+    const LowLatencyDispatch low_latency(session, routing);
+    const bool sends_low_latency = is_low_latency(work, work.tokens);
+    const BlockRows own_rows(sends_low_latency ? work.tokens : 0, low_latency.pieces(), 0);
+    if (!work.known && (!sends_low_latency || !own_rows.is_empty())) {
         clear_counts(work, BY_EXPERT);
-        const u32 first = sends_few ? share.from : OwnTokens(work).from;
+        const u32 first = sends_low_latency ? own_rows.from : OwnTokens(work).from;
         count_ranks(routing, first, shared.next, [&](u32, long long, u32 expert) {
             if (BY_EXPERT && expert != NOWHERE) {
                 atomicAdd(&experts_before[expert], 1);
             }
         });
     }
-    if (!share.is_empty()) {
-        send_few(few, share);
+    if (!own_rows.is_empty()) {
+        send_low_latency(low_latency, own_rows);
     }
     // A peer that called something else may have left anything where counts are: rows that are said to come through
     // inboxes are bounded, and nothing is written beyond what this rank's memory has room for.
-    if (!know_rows(few, false)) {
+    if (!know_rows(low_latency, false)) {
         return;
     }
-    if (!share.is_empty()) {
-        keep_own(few, share);
+    if (!own_rows.is_empty()) {
+        keep_own(low_latency, own_rows);
     }
-    if (!sends_few) {
+    if (!sends_low_latency) {
         if (!await_handshakes<true>(session, call)) {
             return;
         }
         send_many(session, routing);
     }
-    if (!receive_few(few)) {
+    if (!receive_low_latency(low_latency)) {
         return;
     }
     // Rows of ranks with many tokens have arrived when flags say so.
-    const auto has_many = [&](u32 source) { return few.has_many(source); };
-    if (!any_has_many(few)) {
+    const auto is_bulk = [&](u32 source) { return low_latency.is_bulk(source); };
+    if (!any_is_bulk(low_latency)) {
         return;
     }
     const PeerBlocks own(work.peer_blocks);
-    if (!await_flags(session, own, ARRIVED, 1, DATA, has_many)) {
+    if (!await_flags(session, own, ARRIVED, 1, DATA, is_bulk)) {
         return;
     }
 #pragma unroll 1
     for (u32 source = 0; source < WORLD; ++source) {
-        if (!has_many(source) || (work.known && !BY_EXPERT)) {
+        if (!is_bulk(source) || (work.known && !BY_EXPERT)) {
             continue;
         }
         const ArrivedRows rows = keep_arrived(work, own, source);

@@ -25,7 +25,7 @@ constexpr u32 WRONG_ROWS = 7;
 // That part in the upper half, and what it has; 0 where nothing is wrong.
 __shared__ u64 wrong_in_handle;
 // How many rows of this rank's tokens each rank has, as the handle says, where they travel through inboxes.
-__shared__ u32 few_rows_of[WORLD];
+__shared__ u32 low_latency_rows_of[WORLD];
 // How many rows each rank sends to this one's inbox, as it says itself.
 __shared__ u32 sent_here[WORLD];
 
@@ -44,16 +44,16 @@ __device__ __noinline__ void check_handle(const Session& session, const ExpertsW
         wrong_in_handle = 0;
     }
     if (threadIdx.x < WORLD) {
-        few_rows_of[threadIdx.x] = 0;
+        low_latency_rows_of[threadIdx.x] = 0;
     }
     __syncthreads();
-    const bool few = has_few(work, work.tokens);
+    const bool low_latency = is_low_latency(work, work.tokens);
     const int received = work.head[0];
     for (u32 at = threadIdx.x; at < work.tokens * WORLD; at += THREADS) {
         const int found = work.positions[at];
         if (is_index(found, work.tokens)) {
-            if (few) {
-                atomicAdd(&few_rows_of[at % WORLD], 1u);
+            if (low_latency) {
+                atomicAdd(&low_latency_rows_of[at % WORLD], 1u);
             }
         } else if (found != -1) {
             found_wrong(WRONG_POSITION, found);

@@ -13,32 +13,32 @@ namespace symmpool {
 static_assert(ITEM == 32, "a piece is made of items");
 
 // Whether the rows that a rank with so many tokens sends in a dispatch, or gets back in a combine, go through inboxes.
-// With ONLY_FEW no rank can have more, so that a kernel has nothing for other tokens: its instructions are loaded in less
-// time, which is what small calls wait for.
-__device__ __forceinline__ bool has_few(const ExpertsWork& work, u32 tokens) {
-    return ONLY_FEW || tokens <= work.inbox_tokens;
+// With ONLY_LOW_LATENCY no rank can have more, so that a kernel has nothing for other tokens: its instructions are loaded in
+// less time, which is what small calls wait for.
+__device__ __forceinline__ bool is_low_latency(const ExpertsWork& work, u32 tokens) {
+    return ONLY_LOW_LATENCY || tokens <= work.inbox_tokens;
 }
 
-// Whether any rank, this one included, has many tokens: `few.has_many(rank)` says it of one.
-template <typename Few> __device__ __forceinline__ bool any_has_many(const Few& few) {
+// Whether any rank, this one included, has many tokens: `path.is_bulk(rank)` says it of one.
+template <typename Path> __device__ __forceinline__ bool any_is_bulk(const Path& path) {
     bool any = false;
 #pragma unroll
     for (u32 rank = 0; rank < WORLD; ++rank) {
-        any = any || few.has_many(rank);
+        any = any || path.is_bulk(rank);
     }
     return any;
 }
 
 // Which flags between peer blocks a call uses: none if no rank has many tokens.
-template <typename Few> __device__ __forceinline__ UsedBytes used_flags_of(const Few& few) {
-    return used_flags(any_has_many(few) ? few.work.peer_blocks : 0);
+template <typename Path> __device__ __forceinline__ UsedBytes used_flags_of(const Path& path) {
+    return used_flags(any_is_bulk(path) ? path.work.peer_blocks : 0);
 }
 
 // Sends the handshake of a call, as `send_handshake` does. Where no rank can have many tokens no peer writes to this
 // rank's memory for rows, so none needs to see what its stream did.
 __device__ __forceinline__ void send_handshake_of(const Session& session, const Call& call, const ExpertsWork& work,
                                                   u32 threads) {
-    if (has_few(work, work.max_tokens)) {
+    if (is_low_latency(work, work.max_tokens)) {
         send_handshake<false>(session, call, threadIdx.x, threads);
     } else {
         send_handshake<true>(session, call, threadIdx.x, threads);
@@ -96,14 +96,14 @@ struct InboxDetails {
 };
 
 // The rows of a list that a block works on: several, or a part of one if there are fewer rows than blocks.
-struct Share {
+struct BlockRows {
     u32 from = 0;
     u32 to = 0;
     u32 part = 0;
     u32 parts = 1;
 
     // Shares `rows` rows of so many pieces, each of which is for a warp. Block `first` begins with the first row.
-    __device__ __forceinline__ Share(u32 rows, u32 pieces, u32 first) {
+    __device__ __forceinline__ BlockRows(u32 rows, u32 pieces, u32 first) {
         const u32 blocks = worker_blocks();
         const u32 block = worker_block() < first ? worker_block() + blocks - first : worker_block() - first;
         if (rows == 0) {
@@ -127,11 +127,11 @@ struct Share {
     __device__ __forceinline__ bool is_first() const { return part == 0; }
 };
 
-// Calls `visit(piece)` for the pieces of `count` rows of a share. Called by all threads of a block; whole warps get
+// Calls `visit(piece)` for the pieces of `count` rows of a block. Called by all threads of a block; whole warps get
 // the same piece.
 template <u32 COUNT, typename Visit>
-__device__ __forceinline__ void for_pieces(const Share& share, u32 count, u32 vectors, Visit visit) {
-    for_pieces<COUNT>(count, vectors, share.part, share.parts, visit);
+__device__ __forceinline__ void for_pieces(const BlockRows& own_rows, u32 count, u32 vectors, Visit visit) {
+    for_pieces<COUNT>(count, vectors, own_rows.part, own_rows.parts, visit);
 }
 
 // A list of the rows that come from, or go back to, ranks with few tokens.

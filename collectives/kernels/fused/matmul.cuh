@@ -1,10 +1,10 @@
-//! A product of matrices in tiles, with parts for or of different ranks: what its kernels have in common.
+//! A matrix product in tiles, with parts for or of different ranks: what its kernels have in common.
 //!
 //! A left matrix has a part of its rows for each rank, or of each. The parts' products are made in tiles of 128 x 256
 //! elements, by clusters of CLUSTER blocks, which make tiles with the same columns at once and load the right matrix's for
 //! each other. Of a block, one warp loads, two groups of four warps multiply, each a half of the tile's rows, and a warp for
 //! each group moves what becomes of the sums. If tiles fill no whole wave of clusters, several clusters make the last ones,
-//! each a part of the inner dimension (`MatmulSplit`). Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a right
+//! each a part of the inner dimension (`StreamK`). Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a right
 //! matrix in memory are those of the inner dimension (1); OUTPUT_F16: whether results are F16 (1) or BF16.
 
 #pragma once
@@ -193,11 +193,11 @@ protected:
 };
 
 // The factor of a product's sums. To be read before they are made, as loads take a while.
-__device__ __forceinline__ float scale_of(const MatmulWork& work, const MatmulProduct& product) {
+__device__ __forceinline__ float scale_of(const MatmulWork& work, const GemmProblem& problem) {
     if constexpr (TYPE != MULTIPLIES_E4M3) {
         return 1;
     }
-    return (work.left_scale ? *work.left_scale : 1.0f) * (product.right_scale ? *product.right_scale : 1.0f);
+    return (work.left_scale ? *work.left_scale : 1.0f) * (problem.right_scale ? *problem.right_scale : 1.0f);
 }
 
 // A warp stores a piece that is written row by row, if it has any rows of the part. A result has rows of each of `ranks`

@@ -21,7 +21,7 @@ __device__ __forceinline__ u32 rank_of(const Comm& comm, u32 part) {
 
 // A right matrix, and the column of it where a tile begins.
 struct Place {
-    const MatmulProduct& product;
+    const GemmProblem& problem;
     u32 column;
 
     __device__ __forceinline__ Place(const MatmulWork& work, const Tile& tile) : Place(work, tile, find(work, tile)) {}
@@ -29,15 +29,15 @@ struct Place {
 private:
     static __device__ __forceinline__ u32 find(const MatmulWork& work, const Tile& tile) {
         u32 nth = 0;
-        while (tile.column >= work.products[nth].end_column) {
+        while (tile.column >= work.problems[nth].end_column) {
             ++nth;
         }
         return nth;
     }
 
     __device__ __forceinline__ Place(const MatmulWork& work, const Tile& tile, u32 nth)
-        : product(work.products[nth]),
-          column((tile.column - (nth == 0 ? 0 : work.products[nth - 1].end_column)) * TILE_COLUMNS) {}
+        : problem(work.problems[nth]),
+          column((tile.column - (nth == 0 ? 0 : work.problems[nth - 1].end_column)) * TILE_COLUMNS) {}
 };
 
 __device__ __forceinline__ void load(const Session& session, const MatmulWork& work, const SharedMemory& shared, u32 block) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load(const Session& session, const MatmulWork& w
         const Place place(work, tile);
         const TileAt at = {0, row, tile.part == 0 ? 0 : rank};
         load_tile_factors({tile.begin, tile.end}, shared, block, stage,
-                          tile.part == 0 ? work.own : place.product.left, at, place.product.right, place.column);
+                          tile.part == 0 ? work.own : place.problem.left, at, place.problem.right, place.column);
     }
 }
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_pieces(const Comm& comm, const MatmulWork&
 #pragma unroll 1
         for (u32 piece = 0; piece < PIECES; ++piece) {
             await_phase(shared.is_written(group, piece), nth);
-            store_rows(work, shared, group, piece, place.product.out, tile, place.column, WORLD,
+            store_rows(work, shared, group, piece, place.problem.out, tile, place.column, WORLD,
                        rank_of(comm, tile.part));
             await_bulk_reads<0>();
             arrive(shared.is_free(group, piece));
@@ -92,7 +92,7 @@ public:
         Tile tile;
 #pragma unroll 1
         for (u32 nth = 0; tiles.next(tile); ++nth) {
-            const float factor = scale_of(work, Place(work, tile).product);
+            const float factor = scale_of(work, Place(work, tile).problem);
             multiply_tile(tile);
             if (tile.helps) {
                 leave_partial(tile);

@@ -13,7 +13,7 @@ struct MatmulControl;
 // A product of a launch. With gathered rows all have the same left matrix and inner dimension, and their tiles lie side by
 // side. Where products are added up, the blocks of their inner dimensions lie one after the other, and `out` and the factor
 // of the sum are those of the first one.
-struct MatmulProduct {
+struct GemmProblem {
     // The rows of all ranks: by ranks where they are gathered, else by batches.
     TensorMap left;
     TensorMap right;
@@ -26,11 +26,11 @@ struct MatmulProduct {
     // The block behind the last of its inner dimension.
     u32 end_block;
 };
-static_assert(sizeof(MatmulProduct) == 448, "the host has another layout");
+static_assert(sizeof(GemmProblem) == 448, "the host has another layout");
 
-// How clusters divide tiles; `cuda/ops/gemm/split.rs` says how these are chosen. Here a cluster's tiles of one place count
+// How clusters divide tiles; `cuda/ops/gemm/stream_k.rs` says how these are chosen. Here a cluster's tiles of one place count
 // once.
-struct MatmulSplit {
+struct StreamK {
     // Tiles that are made whole, from the first one on.
     u32 whole;
     // Clusters that help with the others, from the first one on; each of the others makes one.
@@ -41,13 +41,13 @@ struct MatmulSplit {
     // Blocks of the inner dimension that a helper makes of a tile.
     u32 helper_blocks;
 };
-static_assert(sizeof(MatmulSplit) == 20, "the host has another layout");
+static_assert(sizeof(StreamK) == 20, "the host has another layout");
 
 // The arguments of a product of tensor cores besides those of `Call`.
 struct MatmulWork {
     // This rank's part of the left matrix, where it is sent to the others.
     TensorMap own;
-    MatmulProduct products[4];
+    GemmProblem problems[4];
     // A factor of the sums, as `right_scale`.
     const float* left_scale;
     // Parts that other ranks get and that they send: products for the ranks after this one, the next one's first, and of
@@ -80,12 +80,12 @@ struct MatmulWork {
     // The parts that a launch makes, in the order of the kernel.
     u32 first_part;
     u32 end_part;
-    MatmulSplit split;
+    StreamK split;
 };
 static_assert(sizeof(MatmulWork) == 2048, "the host has another layout");
 
 // The arguments of a product of few rows besides those of `Call`, whose output is the sum.
-struct MatmulFewWork {
+struct MatmulSmallMWork {
     TensorMap left;
     TensorMap right;
     u32 rows;
@@ -98,6 +98,6 @@ struct MatmulFewWork {
     // Whether this launch adds up what all ranks send.
     u32 receives;
 };
-static_assert(sizeof(MatmulFewWork) == 320, "the host has another layout");
+static_assert(sizeof(MatmulSmallMWork) == 320, "the host has another layout");
 
 }  // namespace symmpool

@@ -1,4 +1,4 @@
-//! A product of matrices of which every rank gets a part, added up over all ranks: a matmul and a reduce-scatter in one. It may
+//! A matrix product of which every rank gets a part, added up over all ranks: a matmul and a reduce-scatter in one. It may
 //! be a sum of products of this rank.
 //!
 //! Tiles for other ranks come first and go to this rank's memory. When a chunk of them is whole, a stream that has waited for
@@ -38,14 +38,14 @@ __device__ __forceinline__ void load(const Comm& comm, const MatmulWork& work, c
         const TileAt at = left_at(work, rank_of(comm, tile), tile.row * TILE_ROWS);
         // Products that are added up are as one whose inner dimension has the blocks of all.
         for (u32 nth = 0, first = 0; first < tile.end; ++nth) {
-            const MatmulProduct& product = work.products[nth];
+            const GemmProblem& problem = work.problems[nth];
             const u32 begin = tile.begin > first ? tile.begin : first;
-            const u32 end = tile.end < product.end_block ? tile.end : product.end_block;
+            const u32 end = tile.end < problem.end_block ? tile.end : problem.end_block;
             if (begin < end) {
-                load_tile_factors({begin - first, end - first}, shared, block, stage, product.left, at, product.right,
+                load_tile_factors({begin - first, end - first}, shared, block, stage, problem.left, at, problem.right,
                                   tile.column * TILE_COLUMNS);
             }
-            first = product.end_block;
+            first = problem.end_block;
         }
     }
 }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void move_pieces(const Session& session, const Matmul
         for (u32 piece = 0; piece < PIECES; ++piece) {
             await_phase(shared.is_written(group, piece), nth);
             if (is_own(tile)) {
-                store_rows(work, shared, group, piece, work.products[0].out, tile, tile.column * TILE_COLUMNS, 1,
+                store_rows(work, shared, group, piece, work.problems[0].out, tile, tile.column * TILE_COLUMNS, 1,
                            0);
             } else {
                 store_bytes(to + piece * PIECE_BYTES, shared.piece(group, piece), PIECE_BYTES);
@@ -142,7 +142,7 @@ public:
     __device__ __forceinline__ void run(const MatmulWork& work) {
         Tiles tiles(work, block_);
         Tile tile;
-        const float factor = scale_of(work, work.products[0]);
+        const float factor = scale_of(work, work.problems[0]);
 #pragma unroll 1
         for (; tiles.next(tile); ++freed_) {
             multiply_tile(tile);

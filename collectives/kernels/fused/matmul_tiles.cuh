@@ -1,4 +1,4 @@
-//! The tiles of a product of matrices, which cluster makes which of them, and what a block has in shared memory for them.
+//! The tiles of a matrix product, which cluster makes which of them, and what a block has in shared memory for them.
 //! Defines: those of `fused/matmul.cuh`.
 
 #pragma once
@@ -69,7 +69,7 @@ class Tiles {
 
     // A tile that several clusters make.
     __device__ __forceinline__ bool next_of_rest(Tile& tile) {
-        const MatmulSplit& split = work_.split;
+        const StreamK& split = work_.split;
         const u32 begin = work_.first_part * each(), cluster = blockIdx.x / CLUSTER;
         tile.helps = cluster < split.helpers;
         const u32 item = tile.helps ? cluster * split.per_helper + rest_ : cluster - split.helpers;

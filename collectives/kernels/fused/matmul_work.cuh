@@ -13,7 +13,7 @@ constexpr u32 MAX_CHUNKS = 8;
 // Tiles whose sums blocks may leave in memory for others.
 constexpr u32 MAX_PARTIAL_TILES = 144;
 // Products that a launch makes at most.
-constexpr u32 MAX_PRODUCTS = 4;
+constexpr u32 MAX_PROBLEMS = 4;
 
 // Words that ranks write for each other, or for their own streams, in memory that is a window: zeros at first.
 struct MatmulControl {
@@ -25,7 +25,7 @@ struct MatmulControl {
     u32 entered;                       // 1 when all ranks have begun the call; the stream that sends sets it back
 };
 
-static_assert(sizeof(MatmulWork::products) == MAX_PRODUCTS * sizeof(MatmulProduct), "the host gives so many");
+static_assert(sizeof(MatmulWork::problems) == MAX_PROBLEMS * sizeof(GemmProblem), "the host gives so many");
 static_assert(sizeof(Comm) % 8 == 0, "a kernel's next argument follows it");
 
 // Waits until a chunk of a rank has arrived. After a failure it returns at once.

@@ -87,7 +87,7 @@ __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 pee
             if (departed) {
                 take_departure(comm, static_cast<u32>(number), peer);
             }
-            report(comm, static_cast<u32>(number), departed ? GAVE_UP : TIMEOUT, peer, CHANNEL + channel, &call);
+            report(comm, static_cast<u32>(number), departed ? PEER_FAILED : TIMEOUT, peer, CHANNEL + channel, &call);
             return;
         }
     }

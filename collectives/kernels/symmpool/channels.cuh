@@ -6,8 +6,8 @@
 #include <symmpool/collective.cuh>
 
 namespace symmpool {
-// Counted signals between this block and the block of the same number on a peer. In a call there is one object that
-// signals for each peer and number, and one that waits. All functions are called by all threads of a block.
+// Counted signals between this block and the block of the same number on a peer. In a call you must not make more than one
+// object that signals for a peer and number, nor more than one that waits. All threads of a block must call each function.
 class MemoryChannel {
 public:
     static constexpr u32 NUMBERS = FLAG_KINDS - 1;  // from 0 to before this
@@ -66,14 +66,14 @@ public:
     __device__ __forceinline__ LlChannel(Collective& collective, u32 peer, u64 vectors)
         : collective_(collective), peer_(peer), vectors_(vectors) {}
 
-    // Sends a vector, once a call. One that there is no room for is not sent.
+    // Sends a vector; you must send each once a call at most. One that there is no room for is not sent.
     __device__ __forceinline__ void send(u64 at, uint4 vector) const {
         if (at < vectors_ && vectors_ <= room(collective_.comm)) {
             ll_store_vector(place(peer_, collective_.comm.rank, at), vector, collective_.session().epoch);
         }
     }
 
-    // Waits for a vector of the peer; false if it does not arrive in time. A thread that gets that returns.
+    // Waits for a vector of the peer; false if it does not arrive in time: the thread must return.
     __device__ __forceinline__ bool receive(u64 at, uint4& vector) const {
         const Session& session = collective_.session();
         const bool fits = at < vectors_ && vectors_ <= room(collective_.comm);
@@ -146,7 +146,7 @@ public:
     __device__ __forceinline__ Ll128Channel(Collective& collective, u32 peer, u64 lines)
         : collective_(collective), peer_(peer), lines_(lines) {}
 
-    // Sends this thread's piece of a line, once a call. A line that there is no room for is not sent.
+    // Sends this thread's piece of a line, once a call at most. A line that there is no room for is not sent.
     __device__ __forceinline__ void send(u64 line, uint4 piece) const {
         if (line < lines_ && lines_ <= room(collective_.comm)) {
             const uint4 vector = with_flags(piece, line_thread(), collective_.session().epoch);
@@ -239,13 +239,13 @@ public:
           remote_(collective.session(), peer, collective.comm.rank),
           local_(collective.session(), collective.comm.rank, peer) {}
 
-    // Sends a vector of each thread, once a call. Those past the end, or that there is no room for, are not sent.
+    // Sends a vector of each thread, once a call at most. Those past the end, or that there is no room for, are not sent.
     __device__ __forceinline__ void send(u64 at, uint4 vector) const {
         remote_.send(collective_->session().epoch, static_cast<u32>(at), vector, fits_ && at < vectors_);
     }
 
     // Waits for this thread's vector of the peer; those past the end are not waited for. All threads of a warp get the same
-    // answer: false if a vector does not arrive in time. Threads that get that return.
+    // answer: false if a vector does not arrive in time. These threads must return.
     __device__ __forceinline__ bool receive(u64 at, uint4& vector) const {
         const Session& session = collective_->session();
         if (!fits_) {

@@ -31,15 +31,15 @@ enum class End {
 };
 
 // A block's share of all the data: bytes from `from` to before `to`, whole lines of 128 bytes but at the end.
-struct Share {
+struct ByteRange {
     u64 from;
     u64 to;
 
     __device__ __forceinline__ u64 bytes() const { return to - from; }
 };
 
-// One call, from its handshake to its end, which is the end of this object. Made by all threads of all blocks, first of
-// all; they all come to its end, too. It is false in blocks that have nothing to do.
+// One call, from its handshake to its end, which is the end of this object. All threads of all blocks must make it before
+// anything else, and must come to its end. It is false in blocks that have nothing to do: these must return.
 class Collective {
 public:
     // `ll_vectors`, `ll128_lines` and `lamport_vectors` are those of the inboxes that the call uses, from all ranks
@@ -77,7 +77,7 @@ public:
         }
     }
 
-    // Whether this block has work. A block without returns at once.
+    // Whether this block has work. A block without must return at once.
     __device__ __forceinline__ explicit operator bool() const { return works_; }
 
     // The number of this block, and how many there are; the same on every rank.
@@ -85,8 +85,8 @@ public:
     __device__ __forceinline__ u32 blocks() const { return worker_blocks(); }
 
     // This block's share of so many bytes.
-    __device__ __forceinline__ Share share(u64 bytes) const {
-        const Split split((bytes + 15) / 16, blocks());
+    __device__ __forceinline__ ByteRange share(u64 bytes) const {
+        const EvenSplit split((bytes + 15) / 16, blocks());
         const u64 from = 16 * split.begin(block()), to = 16 * split.begin(block() + 1);
         return {from < bytes ? from : bytes, to < bytes ? to : bytes};
     }

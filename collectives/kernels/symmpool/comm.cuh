@@ -15,10 +15,10 @@ namespace symmpool {
 
 // Kinds of failures.
 constexpr u32 TIMEOUT = 1;
-constexpr u32 MISMATCH = 2;  // call descriptions differ
-constexpr u32 COUNTS = 3;    // a rank sends another count than its peer expects
-constexpr u32 GAVE_UP = 4;   // the peer gave up on this call
-constexpr u32 PAYLOADS = 5;  // the two ends of a message have different payloads
+constexpr u32 MISMATCH = 2;     // call descriptions differ
+constexpr u32 COUNTS = 3;       // a rank sends another count than its peer expects
+constexpr u32 PEER_FAILED = 4;  // the peer has failed in this call
+constexpr u32 PAYLOADS = 5;     // the two ends of a message have different payloads
 
 // Phases of a call, in which a wait can expire.
 constexpr u32 HANDSHAKE = 0;
@@ -127,7 +127,7 @@ __device__ __forceinline__ char* traffic_row_slot(const Comm& comm, u32 epoch, u
     return comm.of(owner) + traffic_rows(comm) + (epoch & 1) * (TRAFFIC_ROWS_BYTES / 2) + 16 * TRAFFIC_ROW_WORDS * from;
 }
 
-// Behind the rows lie the departures of all ranks.
+// Behind the rows lies a departure of each rank: the message that it leaves here if it fails outside of calls.
 __device__ __forceinline__ Departure* departure(const Comm& comm, u32 owner, u32 from) {
     return reinterpret_cast<Departure*>(comm.of(owner) + traffic_rows(comm) + TRAFFIC_ROWS_BYTES) + from;
 }
@@ -140,8 +140,8 @@ __device__ __noinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch)
     return when != 0 && (last == 0 || static_cast<int>(epoch - last) >= 0);
 }
 
-// A rank that gives up on a call withdraws its handshake and its row of the traffic matrix from all peers. Its memory may
-// be used for something else from then on, so a peer that comes late must not find them. A peer that has found them
+// A rank that fails in a call marks its handshake and its row of the traffic matrix as failed at all peers. Its memory may
+// be used for something else from then on, so a peer that comes late must not go by them. A peer that has found them
 // already goes on until it misses something.
 //
 // The second half of each LL word then holds a reason and a flag. The reason is the rank that was waited for, the ranks of
@@ -152,24 +152,24 @@ constexpr u32 MESSAGE_FOLLOWS = 1u << 30;  // in departures and records, what th
 constexpr u32 HALFWAY = 1u << 29;          // the rank failed on the host, behind a call's handshake
 // `failed` of `LocalState` then, which the host writes there too (`CudaEngine::depart`).
 constexpr u32 FAILED_ON_HOST = 3;
-__device__ __forceinline__ u32 withdrawal(u32 epoch) { return ~epoch | 2; }
+__device__ __forceinline__ u32 failed_flag(u32 epoch) { return ~epoch | 2; }
 
-__device__ __forceinline__ bool withdrawn(const char* ll_word, u32 epoch) {
-    return *reinterpret_cast<const volatile u32*>(ll_word + 12) == withdrawal(epoch);
+__device__ __forceinline__ bool has_failed_handshake(const char* ll_word, u32 epoch) {
+    return *reinterpret_cast<const volatile u32*>(ll_word + 12) == failed_flag(epoch);
 }
 
-// The reason with which a rank withdraws its handshake. The record of its failure is written, perhaps except for
+// The reason that a rank writes into its failed handshake. The record of its failure is written, perhaps except for
 // `complete`.
 __device__ __forceinline__ u32 recorded_reason(const Comm& comm) {
     const volatile Fault* fault = comm.fault;
     const u32 kind = fault->kind;
     // The words of a message are not passed on.
     const u32 left = static_cast<u32>(fault->theirs[0] >> 32) & ~MESSAGE_FOLLOWS;
-    return kind == GAVE_UP || kind == PAYLOADS ? left : fault->peer;
+    return kind == PEER_FAILED || kind == PAYLOADS ? left : fault->peer;
 }
 
-__device__ __forceinline__ void withdraw_as(const Comm& comm, u32 epoch, u32 reason) {
-    const u64 half = static_cast<u64>(withdrawal(epoch)) << 32 | reason;
+__device__ __forceinline__ void fail_handshake_with(const Comm& comm, u32 epoch, u32 reason) {
+    const u64 half = static_cast<u64>(failed_flag(epoch)) << 32 | reason;
     char* handshake = handshake_slot(comm, epoch, 0, comm.rank) + 8;
     const u32 to_row = static_cast<u32>(traffic_row_slot(comm, epoch, 0, comm.rank) + 8 - handshake) - 64;
 #pragma unroll 1
@@ -181,16 +181,16 @@ __device__ __forceinline__ void withdraw_as(const Comm& comm, u32 epoch, u32 rea
     }
 }
 
-__device__ __noinline__ void withdraw(const Comm& comm) {
-    withdraw_as(comm, static_cast<volatile Fault*>(comm.fault)->epoch, recorded_reason(comm));
+__device__ __noinline__ void fail_handshake(const Comm& comm) {
+    fail_handshake_with(comm, static_cast<volatile Fault*>(comm.fault)->epoch, recorded_reason(comm));
 }
 
-// Puts what a departed peer has left into the slot of its handshake, as if the peer had withdrawn that: from there it comes
+// Puts what a departed peer has left into the slot of its handshake, as if that had failed: from there it comes
 // into the record of the failure. `epoch` is that of the wait, or the number of a signal or a message.
 __device__ __noinline__ void take_departure(const Comm& comm, u32 epoch, u32 peer) {
     const volatile Departure* left = departure(comm, comm.rank, peer);
     char* slot = handshake_slot(comm, epoch, comm.rank, peer);
-    const u32 flag = withdrawal(epoch);
+    const u32 flag = failed_flag(epoch);
     const u64 reason = left->reason, sent = left->sent, expected = left->expected;
     store_relaxed(slot + 32, make_uint4(static_cast<u32>(expected), flag, static_cast<u32>(expected >> 32), flag));
     store_relaxed(slot + 16, make_uint4(static_cast<u32>(sent), flag, static_cast<u32>(sent >> 32), flag));
@@ -208,7 +208,7 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     fault->epoch = epoch;
     fault->peer = peer;
     fault->phase = phase;
-    // The first word of a withdrawal comes after the others.
+    // The first word of a failed handshake comes after the others.
     fence();
     for (u32 word = 0; word < 4; ++word) {
         uint4 theirs = load_relaxed(handshake_slot(comm, epoch, comm.rank, peer) + 16 * word);
@@ -217,7 +217,7 @@ __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 p
     }
     // Where call descriptions differ, every rank finds that itself; signals on channels belong to no call.
     if (kind != MISMATCH && phase < CHANNEL) {
-        withdraw(comm);
+        fail_handshake(comm);
     }
     fence();
     *static_cast<volatile u32*>(&fault->complete) = 1;
@@ -236,27 +236,27 @@ __device__ __noinline__ void write_async_error(const Session& session, u32 kind,
 }
 
 // Leaves a call that finds that this rank has failed, when the record is complete or the host knows why. A failure outside
-// of calls has not withdrawn this call's handshake.
+// of calls has not marked this call's handshake as failed.
 __device__ __noinline__ void leave_failed_call(const Comm& comm, u32 epoch) {
     const bool on_host = *static_cast<volatile u32*>(&comm.local()->failed) == FAILED_ON_HOST;
     if (on_host || static_cast<volatile Fault*>(comm.fault)->phase >= CHANNEL) {
-        withdraw_as(comm, epoch, on_host ? HALFWAY | comm.rank : recorded_reason(comm));
+        fail_handshake_with(comm, epoch, on_host ? HALFWAY | comm.rank : recorded_reason(comm));
     }
 }
 
-// Called now and then by a wait of a call. Returns the time at which the wait began, or GIVE_UP. The lowest bit says that
-// the peer has departed: what it had sent before is found by the next look, and missed after that.
-constexpr u64 GIVE_UP = ~0ull;
+// Called now and then by a wait of a call. Returns the time at which the wait began, or STOP_WAITING. The lowest bit says
+// that the peer has departed: what it had sent before is found by the next look, and missed after that.
+constexpr u64 STOP_WAITING = ~0ull;
 __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since, u32 peer,
                                           u32 phase) {
     const u32 failed = *static_cast<volatile u32*>(&comm.local()->failed);
     if (failed != 0 && (failed == FAILED_ON_HOST || *static_cast<volatile u32*>(&comm.fault->complete) != 0)) {
         leave_failed_call(comm, epoch);
-        return GIVE_UP;
+        return STOP_WAITING;
     }
     since = since == 0 ? nanoseconds() & ~1ull : since;
-    u32 kind = GAVE_UP;
-    if (!withdrawn(handshake_slot(comm, epoch, comm.rank, peer), epoch)) {
+    u32 kind = PEER_FAILED;
+    if (!has_failed_handshake(handshake_slot(comm, epoch, comm.rank, peer), epoch)) {
         if (has_departed(comm, peer, epoch)) {
             if ((since & 1) == 0) {
                 return since | 1;
@@ -269,7 +269,7 @@ __device__ __noinline__ u64 still_waiting(const Comm& comm, u32 epoch, u64 since
         }
     }
     report(comm, epoch, kind, peer, phase, nullptr);
-    return GIVE_UP;
+    return STOP_WAITING;
 }
 
 // Bounds a wait (rule S5).
@@ -277,14 +277,14 @@ struct Watch {
     u64 since = 0;
     u32 looks = 0;
 
-    // Called after every look that found nothing. Whether to give up: the timeout is over, the peer has given
-    // up, or the call has failed elsewhere on this rank.
+    // Called after every look that found nothing. Whether to stop: the timeout is over, the peer has
+    // failed, or the call has failed elsewhere on this rank.
     __device__ __forceinline__ bool expired(const Session& session, u32 peer, u32 phase) {
         if (!is_time_for_clock(++looks)) {
             return false;
         }
         since = still_waiting(session.comm, session.epoch, since, peer, phase);
-        return since == GIVE_UP;
+        return since == STOP_WAITING;
     }
 };
 

@@ -33,7 +33,7 @@ struct Fault {
     u32 phase;
     // For `MISMATCH`, this rank's call description; for `COUNTS`, the pair and its two counts.
     u64 ours[4];
-    // For `MISMATCH`, the peer's call description; for `GAVE_UP`, what its handshake is withdrawn with.
+    // For `MISMATCH`, the peer's call description; for `PEER_FAILED`, the reason in its failed handshake.
     u64 theirs[4];
     AsyncError async_error;
 };
@@ -44,7 +44,7 @@ static_assert(sizeof(Fault) == 128, "the host has another layout");
 struct Departure {
     // 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
     u64 when;
-    // In the upper half, as in a withdrawn handshake.
+    // In the upper half, as in a failed handshake.
     u64 reason;
     // With `MESSAGE_FOLLOWS`, the payload that was sent, and the one that was expected.
     u64 sent;

@@ -132,7 +132,7 @@ __device__ __forceinline__ void Copy::run(u64 first, u64 last) const {
 // one block.
 __device__ __forceinline__ void copy_pieces(const Transfer& transfer, u32 first, u32 last, u32 pieces) {
     const Copy copy(transfer);
-    const Split split(copy.units(), pieces);
+    const EvenSplit split(copy.units(), pieces);
     copy.run(split.begin(first), split.begin(last));
 }
 

@@ -2,9 +2,10 @@
 //! Defines: WORLD, the number of ranks. Kernels that reduce also have DTYPE and OP, the codes of the call's type and
 //! operation (`symmpool/types.cuh`, `symmpool/reduce.cuh`).
 //!
-//! A kernel has two parameters, `const __grid_constant__ DeviceComm` and `const __grid_constant__ DeviceCall`, and makes
-//! a `Collective` of them first. Blocks are numbered without the first one of the grid, which does the handshake.
-//! Blocks of equal number on all ranks are peer blocks: signals are between them.
+//! A kernel must have two parameters, `const __grid_constant__ DeviceComm` and `const __grid_constant__ DeviceCall`, and
+//! must make a `Collective` of them first. Blocks are numbered without the first one of the grid, the leader block: it does
+//! the handshake, in which ranks compare the descriptions of their calls. Blocks of equal number on all ranks are peer
+//! blocks: signals are between them.
 //!
 //! Programs can ask for the version of this interface by SYMMPOOL_DEVICE_API. What other headers hold may change.
 

@@ -187,7 +187,7 @@ __device__ __forceinline__ void run_leader_block(const Session& session, const C
 // Waits until every peer has entered this call with an equal description. A worker block must not write into a peer's
 // output before: only if the peer made the same call is the output where this rank takes it to be, and as long. With
 // ACQUIRE, what the peers' streams did before is visible then. Called by all threads of the block, which get the same
-// answer: false if a peer is missing, has given up or called something else, which the leader block reports.
+// answer: false if a peer is missing, has failed or called something else, which the leader block reports.
 template <bool ACQUIRE>
 __device__ __forceinline__ bool await_handshakes(const Session& session, const Call& call) {
     bool bad = false;

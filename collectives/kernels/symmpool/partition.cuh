@@ -40,13 +40,13 @@ struct Range {
 
 // `count` items, usually vectors, divided evenly into pieces for blocks. Pieces begin at multiples of `grain` items,
 // which by default are a line of 128 bytes, and differ by at most one grain.
-struct Split {
+struct EvenSplit {
     u64 count;
     u64 grains;  // length of the shorter pieces
     u32 longer;  // how many pieces, the first ones, have one grain more
     u32 grain;
 
-    __device__ __forceinline__ Split(u64 all, u32 pieces, u32 items = 8) : count(all), grain(items) {
+    __device__ __forceinline__ EvenSplit(u64 all, u32 pieces, u32 items = 8) : count(all), grain(items) {
         const u64 whole = (all + items - 1) / items;
         // A division of 64 bits takes ten times as long.
         grains = whole >> 32 == 0 ? static_cast<u32>(whole) / pieces : whole / pieces;

@@ -110,7 +110,7 @@ struct EveryPeer {
 
 // Waits until every peer for which `which(peer)` is true has raised the flags of all of this block's indices to `count`.
 // Called by all of these threads, which get the same answer: false if one takes too long. With PRESENT it is false as
-// well if one of these peers has given up on the call, after which its output must not be written.
+// well if one of these peers has failed in the call, after which its output must not be written.
 template <bool PRESENT = false, typename Which = EveryPeer, typename Threads = WholeBlock>
 __device__ __forceinline__ bool await_flags(const Session& session, PeerBlocks peer_blocks, u32 kind,
                                             u32 count, u32 phase, Which which = {}, Threads threads = {}) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ bool await_flags(const Session& session, PeerBlocks p
     for (u32 pair = threads.thread(); pair < peer_blocks.pairs() && !bad; pair += threads.threads()) {
         const u32 peer = pair % WORLD, index = peer_blocks.first + pair / WORLD;
         if (peer != session.comm.rank && which(peer)) {
-            const bool left = PRESENT && withdrawn(handshake_word(session, peer, 0), session.epoch);
+            const bool left = PRESENT && has_failed_handshake(handshake_word(session, peer, 0), session.epoch);
             bad = !thread_await_flag(session, kind, peer, index, count, phase) || left;
         }
     }

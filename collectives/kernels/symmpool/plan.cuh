@@ -49,7 +49,7 @@ struct PlanWatch {
             return false;
         }
         since = still_waiting(session.comm, session.epoch, since, missing_rank(session, peer), DATA);
-        return since == GIVE_UP;
+        return since == STOP_WAITING;
     }
 };
 
@@ -323,7 +323,7 @@ struct PlanRun {
     const PlanWork& work;
     const u32 count;  // peer blocks; in the LL protocol, worker blocks
     const PeerBlocks blocks;
-    const Split split;
+    const EvenSplit split;
 
     __device__ __forceinline__ PlanRun(const Session& s, const Call& c, const PlanWork& w)
         : session(s), comm(s.comm), call(c), work(w), count(c.peer_blocks), blocks(count), split(w.vectors, count) {}
@@ -432,7 +432,7 @@ struct PlanRun {
     }
 
     // Waits until peers have raised COUNT flags of a stage. Called by all threads of the block, which get the same
-    // answer: false if one takes too long or its rank has given up on the call.
+    // answer: false if one takes too long or its rank has failed in the call.
     template <u32 COUNT, typename FlagAt>
     __device__ __forceinline__ bool await(u32 stage, FlagAt flag_at) const {
         return await_flags_of<COUNT>(stage + 1, [&](u32 nth) {
@@ -461,16 +461,16 @@ private:
         for (u32 i = threadIdx.x; i < all && !bad; i += blockDim.x) {
             const u32 packed = flag_at(i % COUNT), peer = packed >> 12;
             const u64* own = flag(comm.rank, peer, packed & 4095, blocks.first + i / COUNT);
-            const bool left = withdrawn(handshake_word(session, peer, 0), session.epoch);
+            const bool left = has_failed_handshake(handshake_word(session, peer, 0), session.epoch);
             PlanWatch watch;
             for (u64 value = load_acquire(own); !bad && (static_cast<u32>(value >> 32) != session.epoch ||
                                                          static_cast<u32>(value) < least);
                  value = load_acquire(own)) {
                 bad = watch.expired(session, peer);
             }
-            // The peer's memory may be used for something else once it has given up.
+            // The peer's memory may be used for something else once it has failed.
             if (left && !bad) {
-                report(comm, session.epoch, GAVE_UP, peer, DATA, nullptr);
+                report(comm, session.epoch, PEER_FAILED, peer, DATA, nullptr);
                 bad = true;
             }
         }

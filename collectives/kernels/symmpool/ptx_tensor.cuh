@@ -259,24 +259,24 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], SharedAt left_at, 
 #define SYMMPOOL_32 \
     SYMMPOOL_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SYMMPOOL_EIGHT(i) SYMMPOOL_FOUR(i), SYMMPOOL_FOUR(i + 4)
-#define SYMMPOOL_MULTIPLY_FEW(columns, list, factors, types, transposed, ...) \
+#define SYMMPOOL_MULTIPLY_SMALL(columns, list, factors, types, transposed, ...) \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." types " {" list "}, " factors \
                  ", 1, 1, 1, " transposed ", 0;" : __VA_ARGS__ : "l"(left), "l"(right))
 #define SYMMPOOL_MULTIPLY_TYPES(columns, list, factors, ...) \
     if constexpr (TYPE == MULTIPLIES_F16 && TRANSPOSED) { \
-        SYMMPOOL_MULTIPLY_FEW(columns, list, factors, "f16.f16", "1", __VA_ARGS__); \
+        SYMMPOOL_MULTIPLY_SMALL(columns, list, factors, "f16.f16", "1", __VA_ARGS__); \
     } else if constexpr (TYPE == MULTIPLIES_F16) { \
-        SYMMPOOL_MULTIPLY_FEW(columns, list, factors, "f16.f16", "0", __VA_ARGS__); \
+        SYMMPOOL_MULTIPLY_SMALL(columns, list, factors, "f16.f16", "0", __VA_ARGS__); \
     } else if constexpr (TRANSPOSED) { \
-        SYMMPOOL_MULTIPLY_FEW(columns, list, factors, "bf16.bf16", "1", __VA_ARGS__); \
+        SYMMPOOL_MULTIPLY_SMALL(columns, list, factors, "bf16.bf16", "1", __VA_ARGS__); \
     } else { \
-        SYMMPOOL_MULTIPLY_FEW(columns, list, factors, "bf16.bf16", "0", __VA_ARGS__); \
+        SYMMPOOL_MULTIPLY_SMALL(columns, list, factors, "bf16.bf16", "0", __VA_ARGS__); \
     }
 
 // Begins to multiply 64 rows of 16 elements of 16 bits by COLUMNS columns of as many, and adds the products to the sums. Here
 // the left factor may be transposed.
 template <unsigned TYPE, bool TRANSPOSED, unsigned COLUMNS>
-__device__ __forceinline__ void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], SharedAt left_at, SharedAt right_at) {
+__device__ __forceinline__ void multiply_small(float (&sums)[SUMS_OF<COLUMNS>], SharedAt left_at, SharedAt right_at) {
     const unsigned long long left = matrix_descriptor(left_at, TRANSPOSED), right = matrix_descriptor(right_at, false);
     if constexpr (COLUMNS == 8) {
         SYMMPOOL_MULTIPLY_TYPES("8", SYMMPOOL_4, "%4, %5", SYMMPOOL_FOUR(0))
@@ -289,8 +289,8 @@ __device__ __forceinline__ void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], Sh
     }
 }
 
-// Waits for the sums of `multiply_few`, as `await_sums` does for whole products.
-template <unsigned COLUMNS> __device__ __forceinline__ void await_few_sums(float (&sums)[SUMS_OF<COLUMNS>]) {
+// Waits for the sums of `multiply_small`, as `await_sums` does for whole products.
+template <unsigned COLUMNS> __device__ __forceinline__ void await_small_sums(float (&sums)[SUMS_OF<COLUMNS>]) {
     if constexpr (COLUMNS == 8) {
         asm volatile("wgmma.wait_group.sync.aligned 0;" : SYMMPOOL_FOUR(0) :: "memory");
     } else if constexpr (COLUMNS == 16) {
@@ -312,7 +312,7 @@ template <unsigned COLUMNS> __device__ __forceinline__ void await_few_sums(float
 #undef SYMMPOOL_16
 #undef SYMMPOOL_32
 #undef SYMMPOOL_EIGHT
-#undef SYMMPOOL_MULTIPLY_FEW
+#undef SYMMPOOL_MULTIPLY_SMALL
 #undef SYMMPOOL_MULTIPLY_TYPES
 
 #else
@@ -348,12 +348,12 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], SharedAt, SharedAt
     }
 }
 template <unsigned TYPE, bool TRANSPOSED, unsigned COLUMNS>
-__device__ __forceinline__ void multiply_few(float (&sums)[SUMS_OF<COLUMNS>], SharedAt, SharedAt) {
+__device__ __forceinline__ void multiply_small(float (&sums)[SUMS_OF<COLUMNS>], SharedAt, SharedAt) {
     for (unsigned i = 0; i < SUMS_OF<COLUMNS>; ++i) {
         sums[i] = 0;
     }
 }
-template <unsigned COLUMNS> __device__ __forceinline__ void await_few_sums(float (&)[SUMS_OF<COLUMNS>]) {}
+template <unsigned COLUMNS> __device__ __forceinline__ void await_small_sums(float (&)[SUMS_OF<COLUMNS>]) {}
 
 #endif
 

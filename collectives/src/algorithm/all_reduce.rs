@@ -62,7 +62,7 @@ all_reduces! {
     TwoShotCopy = 12, "two_shot_copy";
     /// On devices: two shots by stores in stages through scratch, of which a part of the data is enough, into outputs
     /// anywhere.
-    TwoShotStages = 13, "two_shot_stages";
+    TwoShotPipeline = 13, "two_shot_pipeline";
 }
 
 impl AllReduceAlgorithm {

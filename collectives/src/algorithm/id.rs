@@ -14,9 +14,9 @@ pub(crate) const LAMPORT: AlgorithmId = AlgorithmId(AllToAllAlgorithm::Lamport a
 pub(crate) const DIRECT: AlgorithmId = AlgorithmId(AllToAllAlgorithm::Direct as u8);
 pub(crate) const COPY: AlgorithmId = AlgorithmId(AllToAllAlgorithm::Copy as u8);
 pub(crate) const RING: AlgorithmId = AlgorithmId(AllToAllAlgorithm::Ring as u8);
-pub(crate) const STAGED: AlgorithmId = AlgorithmId(5);
+pub(crate) const SCRATCH: AlgorithmId = AlgorithmId(5);
 pub(crate) const LL: AlgorithmId = AlgorithmId(6);
-pub(crate) const STAGES: AlgorithmId = AlgorithmId(7);
+pub(crate) const PIPELINE: AlgorithmId = AlgorithmId(7);
 
 const NAMES: [(&str, AlgorithmId); 8] = [
     ("auto", AUTO),
@@ -24,9 +24,9 @@ const NAMES: [(&str, AlgorithmId); 8] = [
     ("direct", DIRECT),
     ("copy", COPY),
     ("ring", RING),
-    ("staged", STAGED),
+    ("scratch", SCRATCH),
     ("ll", LL),
-    ("stages", STAGES),
+    ("pipeline", PIPELINE),
 ];
 
 impl AlgorithmId {

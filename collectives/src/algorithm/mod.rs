@@ -17,7 +17,7 @@ pub use all_reduce::AllReduceAlgorithm;
 pub use all_to_all::AllToAllAlgorithm;
 pub use built_in::StandardCollective;
 pub use constraints::{AlgorithmOrigin, Constraints, LaunchShape};
-pub(crate) use id::{AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, RING, STAGED, STAGES};
+pub(crate) use id::{AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, PIPELINE, RING, SCRATCH};
 pub(crate) use known::known;
 pub use native::NativeKernel;
 pub use registered::Algorithm;

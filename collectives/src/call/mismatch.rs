@@ -177,7 +177,7 @@ pub(crate) fn rank_list(ranks: &[u32]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::algorithm::{COPY, LL, STAGED};
+    use crate::algorithm::{COPY, LL, SCRATCH};
     use crate::call::*;
     use crate::{DType, ReduceOp};
 
@@ -241,7 +241,7 @@ mod tests {
         let sum = Call::new(OpType::AllReduce).elements(DType::F32, 1 << 20);
         let sum = sum.reduce(ReduceOp::Sum);
         let (small, large) =
-            (sum.algorithm(LL).piece(2), sum.algorithm(STAGED).in_large_area(true));
+            (sum.algorithm(LL).piece(2), sum.algorithm(SCRATCH).in_large_area(true));
         for (ours, theirs, alone) in [(&small, &large, 3), (&large, &small, 1)] {
             let text = mismatch_of_two(7, 3, ours, 1, theirs).to_string();
             assert!(
@@ -252,7 +252,7 @@ mod tests {
         let other = large.elements(DType::F32, 8);
         let text = mismatch_of_two(7, 3, &small, 1, &other).to_string();
         assert!(text.contains("different collectives"), "{text}");
-        assert_eq!(large.to_string(), sum.algorithm(STAGED).to_string(), "text has no areas");
+        assert_eq!(large.to_string(), sum.algorithm(SCRATCH).to_string(), "text has no areas");
     }
 
     #[test]

@@ -11,7 +11,7 @@
 //! | `rehearsal` | what a rehearsal of a call leaves out and finds |
 //! | `p2p` | point-to-point messages: what their two ends compare |
 //! | `norm`, `norm_output` | all-reduces with a residual and a norm |
-//! | `matmul` | fused products of matrices |
+//! | `matmul` | fused matmuls |
 //! | `experts` | dispatch to experts, and combine |
 
 mod arguments;
@@ -123,7 +123,7 @@ impl Call {
         }
     }
 
-    /// Describes a fused product of matrices.
+    /// Describes a fused matmul.
     pub(crate) fn matmul(mut self, shape: &MatmulShape) -> Self {
         self.words[0] |= (shape.dtype as u64) << 8 | (shape.kind as u64) << 40;
         self.words[1] = shape.rows & OFFSET;

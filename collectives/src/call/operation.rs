@@ -25,7 +25,7 @@ pub(crate) enum OpType {
     /// Tokens go to the ranks of their experts, and come back.
     ExpertDispatch = 13,
     ExpertCombine = 14,
-    /// A product of matrices that hides its communication.
+    /// A matrix product that hides its communication.
     FusedMatmul = 15,
     /// Ranks make a buffer for experts, whose memory they allocate behind it.
     ExpertBuffer = 16,
@@ -67,7 +67,7 @@ impl OpType {
             Self::AllReduceNorm => "all_reduce_norm",
             Self::ExpertDispatch => "dispatch to experts",
             Self::ExpertCombine => "combine from experts",
-            Self::FusedMatmul => "fused product of matrices",
+            Self::FusedMatmul => "fused matmul",
             Self::ExpertBuffer => "making of a buffer for experts",
         }
     }

@@ -137,7 +137,7 @@ pub(crate) enum Afterwards {
     /// Both ends of a message of a group, which no communicator carries, know of it, and go on with the next message.
     UsableGroup,
     /// On devices, whose streams may have gone on already.
-    Closed,
+    Failed,
 }
 
 impl Afterwards {
@@ -149,7 +149,7 @@ impl Afterwards {
             Self::UsableGroup => {
                 "Nothing was received, the message is gone, and the group stays usable"
             }
-            Self::Closed => {
+            Self::Failed => {
                 "What recv should have written is undefined. The communicator has failed: make a new one"
             }
         }
@@ -259,7 +259,7 @@ mod tests {
 
     #[test]
     fn a_difference_names_both_payloads_and_both_ranks() {
-        for (rank, afterwards) in [(2, Afterwards::Usable), (5, Afterwards::Closed)] {
+        for (rank, afterwards) in [(2, Afterwards::Usable), (5, Afterwards::Failed)] {
             let payloads = (typed(250, DType::F32), typed(99, DType::U8));
             let error = payloads_differ(rank, (2, 5), payloads, afterwards);
             assert!(error.is_diverged() && error.ranks() == [2, 5], "{error}");

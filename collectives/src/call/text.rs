@@ -29,7 +29,7 @@ impl Call {
         write!(f, ", in a buffer at window offset {:#x}", output & OFFSET)
     }
 
-    /// A fused product of matrices in words.
+    /// A fused matmul of matrices in words.
     fn fmt_matmul(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [head, rows, row, rest] = self.words;
         let name = MatmulKind::from_code((head >> 40) as u8).map_or("?", MatmulKind::name);

@@ -304,7 +304,7 @@ impl Communicator {
             }
             if now - looked >= SPIN {
                 looked = now;
-                look(&self.pool, self.rank()).inspect_err(|why| cuda.close_because(why))?;
+                look(&self.pool, self.rank()).inspect_err(|why| cuda.fail_because(why))?;
             }
             let polls = is_interruptible && now - polled >= INTERRUPT_PERIOD;
             polled = if polls { now } else { polled };
@@ -313,13 +313,13 @@ impl Communicator {
                     "interrupted: rank {} waiting for all ranks before memory is taken",
                     self.rank()
                 ));
-                cuda.close(&why);
+                cuda.fail(&why);
                 return Err(why);
             }
             thread::sleep(PAUSE);
         }
         // A rank that captures the call has departed by now, of which the device says less than the host knows.
-        look(&self.pool, self.rank()).inspect_err(|why| cuda.close_because(why))?;
+        look(&self.pool, self.rank()).inspect_err(|why| cuda.fail_because(why))?;
         cuda.ready()
     }
 

@@ -12,7 +12,7 @@ use super::decision::{Choices, device_names};
 use super::engine::AnyEngine;
 use super::peers::{self, still_there};
 use super::{Communicator, CommunicatorOptions, Inner};
-use crate::algorithm::{RequestedName, STAGED, StandardCollective};
+use crate::algorithm::{RequestedName, SCRATCH, StandardCollective};
 use crate::cuda::{
     CudaEngine, CudaEngineOptions, Footprint, MEMORY_VARIABLE, ReadyKernels, RequestedMemory,
     as_text, requested_total,
@@ -223,7 +223,7 @@ pub(super) fn all_to_all_of(choices: &Choices) -> AllToAllAlgorithm {
     let requested = choices.requested(StandardCollective::AllToAll);
     match requested.and_then(RequestedName::id).unwrap_or_default() {
         // In host memory that is what `lamport` stands for.
-        STAGED => AllToAllAlgorithm::Lamport,
+        SCRATCH => AllToAllAlgorithm::Lamport,
         id => id.all_to_all().unwrap_or_default(),
     }
 }

@@ -1,4 +1,4 @@
-//! Products of matrices that hide their communication: how such a call begins, and how its data travels.
+//! Matrix products that hide their communication: how such a call begins, and how its data travels.
 //!
 //! The products themselves are made by whoever calls, who puts them on streams of its own.
 
@@ -13,10 +13,10 @@ use crate::signal::channel::CHANNELS;
 use crate::{DType, MatmulAllReduce, MatmulGather, MatmulKind, MatmulScatter, MatmulShape};
 
 impl Communicator {
-    /// How many steps a fused product may have: [`Self::push_step`].
+    /// How many steps a fused matmul may have: [`Self::push_step`].
     pub const STEPS: u32 = CHANNELS;
 
-    /// Opens a fused product: returns, or on a device lets `stream` go on, once every rank has opened the same one. What
+    /// Opens a fused matmul: returns, or on a device lets `stream` go on, once every rank has opened the same one. What
     /// ranks did before on the streams that they pass has been done then, so a rank may write into memory that its
     /// peers have read before. Whoever reads such memory behind a product, on the stream or on others that it then waits
     /// for, calls [`Self::extend_order`] behind that.
@@ -30,12 +30,12 @@ impl Communicator {
             AnyEngine::Host(host) => host.handshake_only(&shape.describe()),
             AnyEngine::Spanning(spanning) => Err(spanning.decline_across(shape.kind.name())),
             AnyEngine::Cuda(cuda) => {
-                cuda.call(*stream, |cuda| cuda.open_product(shape.describe(), *stream))
+                cuda.call(*stream, |cuda| cuda.open_matmul(shape.describe(), *stream))
             }
         }
     }
 
-    /// To be called where a fused product fails behind [`Self::begin_matmul`] on this rank: fails the communicator, so that
+    /// To be called where a fused matmul fails behind [`Self::begin_matmul`] on this rank: fails the communicator, so that
     /// no later call of this rank is taken for what it has not done, and notifies the other ranks: their waits for steps of
     /// this rank end in an error, and so do their next calls. Returns what to report: `why`, or why the communicator has failed
     /// already.
@@ -44,7 +44,7 @@ impl Communicator {
         self.shared.lock().engine.fail_halfway(why, stream)
     }
 
-    /// In an open fused product on a device: copies `bytes` bytes from `src` to where `peer` has what this rank has at
+    /// In an open fused matmul on a device: copies `bytes` bytes from `src` to where `peer` has what this rank has at
     /// `dst`, by a copy engine, and tells the peer so in a step below [`Self::STEPS`], whose [`Self::await_step`] sees
     /// it. No SM takes part. A step is used once in a product for each pair of ranks.
     ///
@@ -69,7 +69,7 @@ impl Communicator {
         self.lock().engine.cuda()?.signal_by_memory((peer, channel), false, *stream)
     }
 
-    /// Tells `peer` in a step of an open fused product that what `stream` did before is done, without data.
+    /// Tells `peer` in a step of an open fused matmul that what `stream` did before is done, without data.
     ///
     /// # Errors
     ///
@@ -79,7 +79,7 @@ impl Communicator {
         self.lock().engine.cuda()?.signal_by_memory((peer, channel), false, *stream)
     }
 
-    /// Makes `stream` wait until `peer` has come to a step of the open fused product. No SM takes part.
+    /// Makes `stream` wait until `peer` has come to a step of the open fused matmul. No SM takes part.
     ///
     /// # Errors
     ///
@@ -117,25 +117,25 @@ impl Communicator {
     /// the call; nobody else touches them meanwhile, on any rank.
     pub unsafe fn matmul_reduce_scatter_at(
         &self,
-        product: &MatmulScatter<'_>,
+        gemm: &MatmulScatter<'_>,
         rest: u64,
         stream: &Stream,
     ) -> Result<()> {
         let world = self.world();
         let kind = MatmulKind::MatmulReduceScatter;
-        let bytes = MatmulScatter::parts_bytes(product.rows, product.columns, world);
+        let bytes = MatmulScatter::parts_bytes(gemm.rows, gemm.columns, world);
         self.check_windows(
             kind,
-            [(product.parts, bytes), (product.control, MatmulScatter::CONTROL_BYTES)],
+            [(gemm.parts, bytes), (gemm.control, MatmulScatter::CONTROL_BYTES)],
             stream,
         )?;
         let shape = MatmulShape {
             kind,
-            dtype: product.dtype,
-            rows: (product.rows * world as usize) as u64,
+            dtype: gemm.dtype,
+            rows: (gemm.rows * world as usize) as u64,
             inner: 0,
-            columns: product.columns as u32,
-            rest: with_batches(rest, product.batches),
+            columns: gemm.columns as u32,
+            rest: with_batches(rest, gemm.batches),
         };
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
@@ -144,7 +144,7 @@ impl Communicator {
             // SAFETY: the caller promised that the matrices are readable and the result is writable until `stream` is
             // past the call; the memory used on the way is a window, which was checked.
             AnyEngine::Cuda(cuda) => unsafe {
-                cuda.call(*stream, |cuda| cuda.matmul_scatter(shape.describe(), product, *stream))
+                cuda.call(*stream, |cuda| cuda.matmul_scatter(shape.describe(), gemm, *stream))
             },
         }
     }
@@ -163,17 +163,17 @@ impl Communicator {
     /// [`MatmulGather::CONTROL_BYTES`] bytes; and [`MatmulGather::gathered`] is 0 or has as many bytes as the slots.
     pub unsafe fn all_gather_matmul_at(
         &self,
-        product: &MatmulGather<'_>,
+        gemm: &MatmulGather<'_>,
         rest: u64,
         stream: &Stream,
     ) -> Result<()> {
         let world = self.world();
         let kind = MatmulKind::AllGatherMatmul;
-        let MatmulGather { dtype, rows, inner, .. } = *product;
+        let MatmulGather { dtype, rows, inner, .. } = *gemm;
         let bytes = MatmulGather::slots_bytes(dtype, rows, inner, world);
         self.check_windows(
             kind,
-            [(product.slots, bytes), (product.control, MatmulGather::CONTROL_BYTES)],
+            [(gemm.slots, bytes), (gemm.control, MatmulGather::CONTROL_BYTES)],
             stream,
         )?;
         let shape = MatmulShape {
@@ -182,7 +182,7 @@ impl Communicator {
             rows: rows as u64,
             inner: inner as u32,
             columns: 0,
-            rest: with_batches(rest, product.batches),
+            rest: with_batches(rest, gemm.batches),
         };
         let mut inner = self.begin(stream)?;
         match &mut inner.engine {
@@ -191,16 +191,16 @@ impl Communicator {
             // SAFETY: the caller promised that the matrices are readable and the results are writable until `stream`
             // is past the call; the memory used on the way is a window, which was checked.
             AnyEngine::Cuda(cuda) => unsafe {
-                cuda.call(*stream, |cuda| cuda.matmul_gather(shape.describe(), product, *stream))
+                cuda.call(*stream, |cuda| cuda.matmul_gather(shape.describe(), gemm, *stream))
             },
         }
     }
 
     /// Whether [`Self::matmul_all_reduce_at`] has memory for the products of all ranks, of so many rows and columns. The same on
     /// every rank.
-    pub fn has_room_for_product(&self, rows: usize, columns: usize) -> bool {
+    pub fn has_room_for_matmul(&self, rows: usize, columns: usize) -> bool {
         match &self.lock().engine {
-            AnyEngine::Cuda(cuda) => cuda.has_room_for_product(rows, columns),
+            AnyEngine::Cuda(cuda) => cuda.has_room_for_matmul(rows, columns),
             AnyEngine::Host(_) | AnyEngine::Spanning(_) => false,
         }
     }
@@ -212,21 +212,21 @@ impl Communicator {
     /// # Errors
     ///
     /// The errors of all calls; `is_diverged` if ranks have different products.
-    pub fn make_room_for_product(
+    pub fn make_room_for_matmul(
         &self,
         dtype: DType,
         (rows, columns): (usize, usize),
         stream: &Stream,
     ) -> Result<bool> {
         let mut inner = self.begin(stream)?;
-        self.grow_for_product(&mut inner, dtype, (rows, columns), stream)?;
+        self.grow_for_matmul(&mut inner, dtype, (rows, columns), stream)?;
         Ok(match &inner.engine {
-            AnyEngine::Cuda(cuda) => cuda.has_room_for_product(rows, columns),
+            AnyEngine::Cuda(cuda) => cuda.has_room_for_matmul(rows, columns),
             AnyEngine::Host(_) | AnyEngine::Spanning(_) => false,
         })
     }
 
-    fn grow_for_product(
+    fn grow_for_matmul(
         &self,
         inner: &mut Inner,
         dtype: DType,
@@ -248,7 +248,7 @@ impl Communicator {
     /// # Errors
     ///
     /// `is_invalid_argument` for what [`MatmulAllReduce::check`] refuses; `is_unsupported` in host memory, where
-    /// [`Self::has_tensor_kernels`] or [`Self::has_room_for_product`] is false; `is_diverged` if ranks pass different shapes;
+    /// [`Self::has_tensor_kernels`] or [`Self::has_room_for_matmul`] is false; `is_diverged` if ranks pass different shapes;
     /// else as all calls.
     ///
     /// # Safety
@@ -257,32 +257,30 @@ impl Communicator {
     /// them meanwhile.
     pub unsafe fn matmul_all_reduce_at(
         &self,
-        product: &MatmulAllReduce,
+        gemm: &MatmulAllReduce,
         rest: u64,
         stream: &Stream,
     ) -> Result<()> {
         let kind = MatmulKind::MatmulAllReduce;
         let shape = MatmulShape {
             kind,
-            dtype: product.dtype,
-            rows: product.rows as u64,
+            dtype: gemm.dtype,
+            rows: gemm.rows as u64,
             inner: 0,
-            columns: product.columns as u32,
+            columns: gemm.columns as u32,
             // The mean is another kernel's.
-            rest: rest ^ u64::from(product.mean) << 63,
+            rest: rest ^ u64::from(gemm.mean) << 63,
         };
         let mut inner = self.begin(stream)?;
-        let sizes = (product.rows, product.columns);
-        self.grow_for_product(&mut inner, product.dtype, sizes, stream)?;
+        let sizes = (gemm.rows, gemm.columns);
+        self.grow_for_matmul(&mut inner, gemm.dtype, sizes, stream)?;
         match &mut inner.engine {
             AnyEngine::Host(host) => Err(only_for_devices(kind, host.rank())),
             AnyEngine::Spanning(spanning) => Err(spanning.decline_across(kind.name())),
             // SAFETY: the caller promised that the matrices are readable and the result is writable until `stream` is
             // past the call.
             AnyEngine::Cuda(cuda) => unsafe {
-                cuda.call(*stream, |cuda| {
-                    cuda.matmul_all_reduce(shape.describe(), product, *stream)
-                })
+                cuda.call(*stream, |cuda| cuda.matmul_all_reduce(shape.describe(), gemm, *stream))
             },
         }
     }
@@ -313,7 +311,7 @@ impl Communicator {
             return Ok(CHANNELS + step);
         }
         Err(Error::invalid_argument(format!(
-            "{what} on rank {} for rank {peer}: step {step} of a fused product, of which there are {}",
+            "{what} on rank {} for rank {peer}: step {step} of a fused matmul, of which there are {}",
             self.rank(),
             Self::STEPS
         )))

@@ -84,7 +84,7 @@ pub struct CommunicatorOptions {
     /// numbers overflow.
     pub first_epoch: u32,
     /// In host memory: takes memory, of which a page is used at first, so that ranks of this communicator make communicators
-    /// of some of them without a meeting ([`Communicator::offer`]). Default false. The same on every rank.
+    /// of some of them without a rendezvous ([`Communicator::offer`]). Default false. The same on every rank.
     pub serves_subgroups: bool,
     /// How the ranks are linked, to try out another topology than the pool's. In host memory all-reduces on a
     /// hybrid cube mesh move data over direct links only ([`AllReduceAlgorithm::CubeMesh`]); on devices LL128

@@ -227,10 +227,10 @@ impl CudaEngine {
         self.kernels.begin_outside_calls().early
     }
 
-    /// Closes the communicator after a panic inside a call: no call can follow.
+    /// Fails the communicator after a panic inside a call: no call can follow.
     pub(crate) fn fail_after_panic(&mut self) {
         self.rehearsal = None;
-        self.close(&Error::invalid_state("a call of this communicator panicked; make a new one"));
+        self.fail(&Error::invalid_state("a call of this communicator panicked; make a new one"));
     }
 
     /// Waits until the stream has done what was put on it, and says what went wrong there.

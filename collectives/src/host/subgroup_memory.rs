@@ -1,6 +1,6 @@
 //! Memory of a communicator's ranks from which communicators of some of them are made.
 //!
-//! A communicator of its own pool costs a meeting in the store, connections and two gathers. All that its ranks have to
+//! A communicator of its own pool costs a rendezvous in the store, connections and two gathers. All that its ranks have to
 //! know of each other is where their control blocks lie, and that those are there. Ranks that share memory already tell
 //! each other by that: each has a *board*, on which it alone writes, and chunks of which it makes control blocks.
 //!

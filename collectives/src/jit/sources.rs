@@ -38,7 +38,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/traffic.cuh",
     "all_to_all/traffic_layout.cuh",
     "all_to_all/work_assignment.cuh",
-    "fused/few_rows.cuh",
+    "fused/small_m_sums.cuh",
     "fused/matmul.cuh",
     "fused/matmul_layout.cuh",
     "fused/matmul_tiles.cuh",
@@ -49,9 +49,9 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "fused/stages.cuh",
     "experts/arrived.cuh",
     "experts/bulk.cuh",
-    "experts/combine_few.cuh",
+    "experts/combine_low_latency.cuh",
     "experts/counts.cuh",
-    "experts/dispatch_few.cuh",
+    "experts/dispatch_low_latency.cuh",
     "experts/handle.cuh",
     "experts/inbox.cuh",
     "experts/returned.cuh",
@@ -89,11 +89,11 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
 pub(crate) const KERNELS: &[&Kernel<'static>] = &[
     &ALL_TO_ALL,
     &BARRIER,
-    &BROADCAST_STAGES,
+    &BROADCAST_PIPELINE,
     &COMBINE,
     &COPY_COMPANION,
-    &MATMUL_FEW,
-    &MATMUL_FEW_RECEIVED,
+    &MATMUL_SMALL_M,
+    &MATMUL_SMALL_M_RECEIVED,
     &MATMUL_GATHER,
     &MATMUL_SCATTER,
     &MATMUL_WAIT,
@@ -127,7 +127,7 @@ pub(crate) const ODD_ABOVE_4: Axis = ("WORLD", &["5", "6", "7"]);
 pub(crate) const SOME_DTYPES: Axis = ("DTYPE", &["1", "2", "4", "6", "9"]);
 pub(crate) const LAMPORT_DTYPES: Axis = ("DTYPE", &["1", "4", "9"]);
 /// The fewest ranks that send to each other, and the most.
-pub(crate) const FEW_AND_MOST: Axis = ("WORLD", &["2", "8"]);
+pub(crate) const WORLDS_OF_2_AND_8: Axis = ("WORLD", &["2", "8"]);
 /// Whether rows lie by expert.
 const BY_EXPERT: Axis = ("BY_EXPERT", &["0", "1"]);
 pub(crate) const BYTES: Axis = ("DTYPE", &["7"]);
@@ -153,8 +153,8 @@ const DIRECT: Axis = ("DIRECT", &["1"]);
 const HOST_COUNTS: Axis = ("DEVICE_COUNTS", &["0"]);
 const DEVICE_COUNTS: Axis = ("DEVICE_COUNTS", &["1"]);
 const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
-const ANY_TOKENS: Axis = ("ONLY_FEW", &["0"]);
-const ONLY_FEW: Axis = ("ONLY_FEW", &["1"]);
+const ANY_TOKENS: Axis = ("ONLY_LOW_LATENCY", &["0"]);
+const ONLY_LOW_LATENCY: Axis = ("ONLY_LOW_LATENCY", &["1"]);
 
 /// Whether a kernel's source makes an `SmGrant`.
 pub(crate) const fn asks_for_blocks(source: &str) -> bool {
@@ -263,9 +263,9 @@ pub(crate) const P2P: Kernel<'static> = collective!(
 /// Sends tokens to the ranks of their experts.
 pub(crate) const DISPATCH: Kernel<'static> = collective!(
     "experts" / "dispatch" as "_ZN8symmpool8dispatchEv",
-    [FEW_AND_MOST, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ANY_TOKENS],
-    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), ANY_TOKENS],
-    [FEW_AND_MOST, NARROW, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ONLY_FEW],
+    [WORLDS_OF_2_AND_8, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ANY_TOKENS],
+    [WORLDS_OF_2_AND_8, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), ANY_TOKENS],
+    [WORLDS_OF_2_AND_8, NARROW, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ONLY_LOW_LATENCY],
     // Wider tokens, and an odd number of ranks.
     [
         ("WORLD", &["3"]),
@@ -273,26 +273,26 @@ pub(crate) const DISPATCH: Kernel<'static> = collective!(
         F32,
         ("BY_EXPERT", &["1"]),
         ("QUANTIZES", &["1"]),
-        ONLY_FEW
+        ONLY_LOW_LATENCY
     ],
 );
 
 /// Sends rows of experts back, and sums them up.
 pub(crate) const COMBINE: Kernel<'static> = collective!(
     "experts" / "combine" as "_ZN8symmpool7combineEv",
-    [FEW_AND_MOST, WIDE, BF16, BY_EXPERT, ANY_TOKENS],
+    [WORLDS_OF_2_AND_8, WIDE, BF16, BY_EXPERT, ANY_TOKENS],
     [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, ANY_TOKENS],
-    [FEW_AND_MOST, ("THREADS", &["256", "512"]), BF16, BY_EXPERT, ONLY_FEW],
+    [WORLDS_OF_2_AND_8, ("THREADS", &["256", "512"]), BF16, BY_EXPERT, ONLY_LOW_LATENCY],
 );
 
 /// Broadcast in stages, which peers pass on.
-pub(crate) const BROADCAST_STAGES: Kernel<'static> =
-    collective!("broadcast" / "broadcast_stages", [WORLD, NARROW], [ODD, NARROW]);
+pub(crate) const BROADCAST_PIPELINE: Kernel<'static> =
+    collective!("broadcast" / "broadcast_pipeline", [WORLD, NARROW], [ODD, NARROW]);
 
 /// Outputs that are made of a fused sum, and how threads divide rows.
 const OUTPUTS: Axis = ("OUTPUT", &["SUM_ONLY", "NORM", "FP8_STATIC", "FP8_TOKEN", "FP8_GROUP"]);
 const NORM: Axis = ("OUTPUT", &["NORM"]);
-pub(crate) const FEW: Axis = ("WORLD", &["2"]);
+pub(crate) const WORLD_OF_2: Axis = ("WORLD", &["2"]);
 const NORM_DTYPES: Axis = ("DTYPE", &["1", "3", "4"]);
 const FP8_TOKEN: Axis = ("OUTPUT", &["FP8_TOKEN"]);
 const BF16: Axis = ("DTYPE", &["4"]);
@@ -306,15 +306,15 @@ macro_rules! norms {
     ($name:literal $(, [$($more:expr),+ $(,)?])?) => {
         collective!(
             "fused" / $name,
-            [FEW, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, TWO_UNITS],
+            [WORLD_OF_2, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, TWO_UNITS],
             // The most ranks of which a thread has two units.
             [("WORLD", &["4"]), WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, TWO_UNITS],
             [ABOVE_4, WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT],
-            [FEW, WIDE, ONE, LAMPORT, SUM, NORM_DTYPES, NORM, HELD, ONE_UNIT],
-            [FEW, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, HELD, ONE_UNIT],
-            [FEW_AND_MOST, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, NOT_HELD, ONE_UNIT],
-            [FEW_AND_MOST, WIDE, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, NOT_HELD, ONE_UNIT],
-            [FEW, ONE_WARP, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, HELD, ONE_UNIT],
+            [WORLD_OF_2, WIDE, ONE, LAMPORT, SUM, NORM_DTYPES, NORM, HELD, ONE_UNIT],
+            [WORLD_OF_2, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, HELD, ONE_UNIT],
+            [WORLDS_OF_2_AND_8, WIDE, ONE, LAMPORT, SUM, F32, FP8_TOKEN, NOT_HELD, ONE_UNIT],
+            [WORLDS_OF_2_AND_8, WIDE, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, NOT_HELD, ONE_UNIT],
+            [WORLD_OF_2, ONE_WARP, ONE, LAMPORT, SUM, BF16, FP8_TOKEN, HELD, ONE_UNIT],
             [ODD, WIDE, ONE, LAMPORT, SUM, BF16, NORM, HELD, ONE_UNIT],
             $([$($more),+],)?
         )
@@ -346,49 +346,49 @@ const PAIRS: Axis = ("CLUSTER", &["2"]);
 const MORE_THAN_PAIRS: Axis = ("CLUSTER", &["4", "8"]);
 
 /// A kernel of a product of tensor cores.
-macro_rules! product {
+macro_rules! gemm {
     ($name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
         collective!("fused" / $name, $([$($axis,)+ MATMUL_THREADS]),+)
     };
 }
 
 /// A product of tensor cores and a reduce-scatter in one.
-pub(crate) const MATMUL_SCATTER: Kernel<'static> = product!(
+pub(crate) const MATMUL_SCATTER: Kernel<'static> = gemm!(
     "matmul_scatter",
     [WORLD, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
-    [FEW, F16, EITHER_LAYOUT, OUTPUT_F16, PAIRS],
-    [FEW_AND_MOST, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
+    [WORLD_OF_2, F16, EITHER_LAYOUT, OUTPUT_F16, PAIRS],
+    [WORLDS_OF_2_AND_8, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
 );
 
 /// An all-gather and products of tensor cores in one.
-pub(crate) const MATMUL_GATHER: Kernel<'static> = product!(
+pub(crate) const MATMUL_GATHER: Kernel<'static> = gemm!(
     "matmul_gather",
-    [FEW, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
-    [FEW_AND_MOST, F16, BY_ROWS, OUTPUT_F16, PAIRS],
-    [FEW, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
+    [WORLD_OF_2, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
+    [WORLDS_OF_2_AND_8, F16, BY_ROWS, OUTPUT_F16, PAIRS],
+    [WORLD_OF_2, E4M3, BY_COLUMNS, EITHER_OUTPUT, PAIRS],
 );
 
 /// A product of few rows and an all-reduce in one.
-pub(crate) const MATMUL_FEW: Kernel<'static> = collective!(
-    "fused" / "matmul_few",
-    [FEW_AND_MOST, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, EITHER_LAYOUT, TOKENS, PAIRS],
-    [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, F16, EITHER_LAYOUT, MAX_TOKENS, PAIRS],
-    [FEW, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, TOKENS, MORE_THAN_PAIRS],
+pub(crate) const MATMUL_SMALL_M: Kernel<'static> = collective!(
+    "fused" / "matmul_small_m",
+    [WORLDS_OF_2_AND_8, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, EITHER_LAYOUT, TOKENS, PAIRS],
+    [WORLD_OF_2, MATMUL_THREADS, ONE, LAMPORT, SUM, F16, EITHER_LAYOUT, MAX_TOKENS, PAIRS],
+    [WORLD_OF_2, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, TOKENS, MORE_THAN_PAIRS],
     [OTHERS, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, BY_ROWS, MAX_TOKENS, PAIRS],
 );
 
 /// The sum of what all ranks send for it.
-pub(crate) const MATMUL_FEW_RECEIVED: Kernel<'static> = collective!(
-    "fused" / "matmul_few_received",
+pub(crate) const MATMUL_SMALL_M_RECEIVED: Kernel<'static> = collective!(
+    "fused" / "matmul_small_m_received",
     [WORLD, WIDE, ONE, LAMPORT, SUM, BF16],
-    [FEW, WIDE, ONE, LAMPORT, SUM, F16],
+    [WORLD_OF_2, WIDE, ONE, LAMPORT, SUM, F16],
     [ODD, WIDE, ONE, LAMPORT, SUM, BF16],
 );
 
 /// The wait for what other ranks send for such a product, in one block.
 pub(crate) const MATMUL_WAIT: Kernel<'static> = collective!(
     "fused" / "matmul_wait",
-    [FEW_AND_MOST, ("THREADS", &["32"])],
+    [WORLDS_OF_2_AND_8, ("THREADS", &["32"])],
     [OTHERS, ("THREADS", &["32"])],
 );
 

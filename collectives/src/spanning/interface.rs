@@ -61,8 +61,8 @@ impl Engine for SpanningEngine {
         if self.rehearses {
             return why;
         }
-        if let Err(closed) = SpanningEngine::ready(self) {
-            return closed;
+        if let Err(failed) = SpanningEngine::ready(self) {
+            return failed;
         }
         if self.route() == Route::Rail {
             self.inner.decline(why.clone(), stream);

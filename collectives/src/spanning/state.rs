@@ -152,7 +152,7 @@ impl SpanningEngine {
         self.failed
             .get_or_init(|| {
                 why.clone().context(format!(
-                    "rank {}: this communicator is closed on all hosts; rebuild it",
+                    "rank {}: this communicator has failed on all hosts; rebuild it",
                     self.ranks.rank
                 ))
             })

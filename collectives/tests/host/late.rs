@@ -9,7 +9,7 @@ use symmpool_allocator::Error;
 use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostEngineOptions, ReduceOp};
 
 #[test]
-fn a_missing_rank_is_named_and_the_communicator_stays_closed() {
+fn a_missing_rank_is_named_and_the_communicator_stays_failed() {
     // S5: rank 2 never comes; rank 0 gives up first and reports that to rank 1.
     let heap = Heap::new(3, 1, 0, &small_scratch());
     let began = Instant::now();

@@ -363,9 +363,9 @@ fn a_rank_that_leaves_is_the_error_of_all_hosts() {
         }
         comm.set_timeout(Duration::from_secs(3)).unwrap();
         let error = comm.barrier(STREAM).unwrap_err();
-        // It stays closed.
+        // It stays failed.
         let again = comm.barrier(STREAM).unwrap_err();
-        assert!(again.to_string().contains("closed on all hosts"), "{again}");
+        assert!(again.to_string().contains("failed on all hosts"), "{again}");
         assert!(comm.failure().is_some());
         Some(error)
     });

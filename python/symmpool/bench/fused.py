@@ -1,7 +1,7 @@
 """`bench fused`: all-reduce, residual and RMSNorm as one call, compared with an all-reduce and then a norm.
 
 The norm behind an all-reduce is what torch's compiler makes of it, one kernel, as programs have it. With
-`--what matmul` products of matrices are measured instead: see `matmuls`.
+`--what matmul` matrix products are measured instead: see `matmuls`.
 """
 
 import symmpool

@@ -1,4 +1,4 @@
-"""`bench fused --what matmul`: products of matrices that hide their communication, beside separate calls.
+"""`bench fused --what matmul`: matrix products that hide their communication, beside separate calls.
 
 A column is a way to make the call, and "matmul" the products of this rank alone, without communication. The
 efficiency of a way is the time of the products alone divided by its own.
@@ -42,7 +42,7 @@ def add_options(command):
         "--what",
         choices=["norm", "matmul"],
         default="norm",
-        help="all-reduces with a norm, or products of matrices",
+        help="all-reduces with a norm, or matrix products",
     )
     on_cuda, on_cpu = USUAL["cuda"], USUAL["cpu"]
     for name, what in (("rows", "of products: M"), ("few_rows", "of all_reduce's")):
@@ -309,7 +309,7 @@ def run(options, arguments):
     facts = session.describe("fused", ranks, arguments, contenders, {})
 
     def print_report(ours, others):
-        print(f"products of matrices of {options.dtype}, {session.where(facts)}")
+        print(f"matrix products of {options.dtype}, {session.where(facts)}")
         print(f"microseconds per call, slowest rank, median of rounds{session.describe_forms(facts)};")
         print("behind it the time of the products alone divided by it\n")
         names = list(ways)

@@ -212,11 +212,11 @@ def measure(ranks, options, contenders, products, side, operation, bytes_, repor
     def forms(call):
         return timing.forms(ranks, call, bytes_, options)
 
-    def with_products(name):
+    def with_matmuls(name):
         case = alone[name][0]
         return case, forms(step_of(ranks.torch, side, case.call, products, row.products))
 
-    together = rounds.prepare_all({name: name for name in alone}, row, with_products)
+    together = rounds.prepare_all({name: name for name in alone}, row, with_matmuls)
     plain = forms(lambda: products.run(row.products))
     measured({PRODUCTS: (None, plain), **together})
     rounds.confirm(ranks, contenders, together, row)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from symmpool._symmpool import Pool
 
-__all__ = ["GlooOuter", "Meeting", "OuterEngines"]
+__all__ = ["GlooOuter", "OuterRendezvous", "OuterEngines"]
 
 # How long a wait in the store lasts before the next one, in seconds: Python handles signals in between.
 _SLICE = 1.0
@@ -170,7 +170,7 @@ class OuterEngines:
         self.rail, self.flat = rail, flat
 
 
-class Meeting:
+class OuterRendezvous:
     """Ranks of a pool that make a communicator over hosts. Every rank counts the communicators of its pool,
     which all make in one order, whatever becomes of each."""
 

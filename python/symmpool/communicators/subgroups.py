@@ -1,4 +1,4 @@
-"""Communicators of groups whose ranks are in the default group, without a meeting in the store.
+"""Communicators of groups whose ranks are in the default group, without a rendezvous in the store.
 
 The ranks of the default group share its communicator's memory. A rank that comes to a group's first call says
 so there, and finds the others there. Where one comes another way, because it has no room or had no such

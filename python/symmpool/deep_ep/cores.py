@@ -40,7 +40,7 @@ class Cores:
         self.group, self.rank, self.world, self.device = group, rank, world, device
         self._buffers: dict[tuple[Any, ...], experts.ExpertBuffer] = {}
         # Entry of the communicator for the exchanges, once there was one.
-        self._meeting: Any = None
+        self._exchange: Any = None
         #: The buffer of the last call in each mode.
         self.last: dict[str, experts.ExpertBuffer] = {}
 
@@ -59,7 +59,7 @@ class Cores:
         def preparing() -> Any:
             if self._buffers and is_made():
                 return next(iter(self._buffers.values()))._entry.preparing()
-            return _Meeting(self)
+            return _ArgumentExchange(self)
 
         return Door(preparing)
 
@@ -79,16 +79,16 @@ class Cores:
             raise InvalidArgumentError("group: this process is no member of it")
         return entry
 
-    def meeting(self) -> CommunicatorEntry:
+    def exchange(self) -> CommunicatorEntry:
         """Returns the entry of the communicator that exchanges the arguments of calls. The first exchange
         makes it, which is collective."""
-        if self._meeting is None:
+        if self._exchange is None:
             # The device's communicator comes first: other calls go to the first pool of a group by default.
             self._entry()
-            self._meeting = cache.communicator_for(self._row([]), self.group)
-        if self._meeting is None:
+            self._exchange = cache.communicator_for(self._row([]), self.group)
+        if self._exchange is None:
             raise InvalidArgumentError("group: this process is no member of it")
-        return self._meeting
+        return self._exchange
 
     def _row(self, numbers: list[int]) -> torch.Tensor:
         device = self.device if isinstance(self.group, Pool) else torch.device("cpu")
@@ -104,9 +104,9 @@ class Cores:
         given = {named[name]: value for name, value in fields.items()}
         sent = self._row([given.get(name, 0) for name in _FIELDS])
         rows = sent.new_empty((self.world, len(_FIELDS)))
-        meeting = self.meeting()
-        call = door.closing(meeting.comm.all_gather_into_tensor, False)
-        meeting.run(call, (rows.view(-1), sent), [], False)
+        exchange = self.exchange()
+        call = door.closing(exchange.comm.all_gather_into_tensor, False)
+        exchange.run(call, (rows.view(-1), sent), [], False)
         found = [dict(zip(_FIELDS, each)) for each in rows.tolist()]
         # The ranks' next call is on the device's communicator.
         door.lead(self._entry().preparing)
@@ -200,7 +200,7 @@ class Cores:
             )
 
 
-class _Meeting:
+class _ArgumentExchange:
     """The door where the other ranks exchange what they are given, or wait for this rank before the first
     exchange: then a thread meets them, and this rank goes on."""
 
@@ -210,12 +210,12 @@ class _Meeting:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         cores = self._cores
         assert error is not None
-        if cores._meeting is not None:
-            cores._meeting.decline_call(reason_of(error))
+        if cores._exchange is not None:
+            cores._exchange.decline_call(reason_of(error))
             return
         reason, group = reason_of(error), cores.group
         key = group if isinstance(group, Pool) else resolution.key_of(group)
-        declined_calls.report(key, lambda: cores.meeting().decline_call(reason))
+        declined_calls.report(key, lambda: cores.exchange().decline_call(reason))
 
 
 def _low_latency_name(key: tuple[int, int, int, int]) -> tuple[Any, ...]:

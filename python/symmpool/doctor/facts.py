@@ -320,7 +320,7 @@ def launch_facts() -> dict[str, Any]:
     from symmpool import _symmpool
     from symmpool.errors import Error
 
-    nothing = dict.fromkeys(("launcher", "rank", "world", "local_rank", "meeting", "error"))
+    nothing = dict.fromkeys(("launcher", "rank", "world", "local_rank", "rendezvous", "error"))
     try:
         return {**nothing, **(_symmpool.launch() or {})}
     except Error as error:
@@ -334,8 +334,8 @@ def variable_facts() -> dict[str, Any]:
     from symmpool.communicators import sm_budget
 
     algorithms, all_to_all = _symmpool.algorithms(), _symmpool.all_to_all_algorithms()
-    scatters = ["auto", "staged", "direct", "lamport", "ll", "stages", "copy"]
-    gathers = [*all_to_all, "staged", "ll"]
+    scatters = ["auto", "scratch", "direct", "lamport", "ll", "pipeline", "copy"]
+    gathers = [*all_to_all, "scratch", "ll"]
     expected = {
         "SYMMPOOL_ALL_REDUCE": (_one_of(algorithms), f"one of {', '.join(algorithms)}"),
         "SYMMPOOL_ALL_TO_ALL": (_one_of(all_to_all), f"one of {', '.join(all_to_all)}"),

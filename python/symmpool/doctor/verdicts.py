@@ -231,7 +231,7 @@ def launch(facts: dict[str, Any]) -> list[Verdict]:
         return []
     local = "" if found["local_rank"] is None else f", {found['local_rank']} on its machine"
     who = f"rank {found['rank']} of {found['world']}{local}"
-    return [Verdict(what, True, f"{found['launcher']}: {who}; ranks meet at {found['meeting']}")]
+    return [Verdict(what, True, f"{found['launcher']}: {who}; ranks meet at {found['rendezvous']}")]
 
 
 def backend(facts: dict[str, Any]) -> Verdict:

@@ -4,7 +4,7 @@
 
     x, residual, _ = fused.all_reduce_rms_norm(x, residual, norm.weight, norm.eps)
 
-docs/fused.md has the layouts of quantised outputs, and products of matrices that hide their communication.
+docs/fused.md has the layouts of quantised outputs, and matrix products that hide their communication.
 Importing this module also registers `torch.ops.symmpool.all_reduce_rms_norm`, `all_reduce_rms_norm_` and
 `fused_*`, which compiled code uses. It needs torch."""
 

@@ -11,7 +11,7 @@ from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline
 from symmpool.fused.arguments import described
 from symmpool.fused.entry import entry_for, gathered_rows, is_pipelined
-from symmpool.fused.products import DTYPES, check_reduce, fingerprint
+from symmpool.fused.matmuls import DTYPES, check_reduce, fingerprint
 
 if TYPE_CHECKING:
     from symmpool.groups.types import GroupLike
@@ -33,10 +33,10 @@ def _check(name: str, tensor: Any, world: int) -> None:
         )
 
 
-def _call(entry: Any, name: str, tensor: torch.Tensor, *rest: Any) -> pipeline.ProductCall:
+def _call(entry: Any, name: str, tensor: torch.Tensor, *rest: Any) -> pipeline.MatmulCall:
     columns = tensor.numel() // max(tensor.shape[0], 1)
     sizes = (tensor.shape[0], min(columns, (1 << 32) - 1), 0)
-    return pipeline.ProductCall(entry, name, tensor, sizes, fingerprint(tuple(tensor.shape), *rest))
+    return pipeline.MatmulCall(entry, name, tensor, sizes, fingerprint(tuple(tensor.shape), *rest))
 
 
 def low_contention_all_gather(tensor: torch.Tensor, group: GroupLike) -> torch.Tensor:

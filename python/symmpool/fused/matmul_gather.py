@@ -1,4 +1,4 @@
-"""Products of the rows, or of the columns, of all ranks, which arrive while they are made. Names, arguments
+"""Matmuls of the rows, or of the columns, of all ranks, which arrive while they are made. Names, arguments
 and meaning are those of torch.ops.symm_mem."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
 from symmpool.fused.arguments import wrong_lists
 from symmpool.fused.entry import entry_for, gathered_rows, is_pipelined
-from symmpool.fused.products import (
-    Product,
+from symmpool.fused.matmuls import (
+    Matmul,
     aligned,
     check_left,
     check_right,
@@ -40,7 +40,7 @@ def fused_all_gather_matmul(
     return_A: bool = True,
     in_front: bool = False,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Every rank's `A_shard` of shape (..., K), one after the other along `gather_dim`, and its products
+    """Every rank's `A_shard` of shape (..., K), one after the other along `gather_dim`, and its matmuls
     with `Bs`, each of shape (K, N): `A @ B`. If `gather_dim` is the last dimension, `Bs` have `world` times
     K rows. The gathered tensor is None unless `return_A`.
 
@@ -59,8 +59,8 @@ def fused_all_gather_matmul(
     where a rank does not come."""
     name = "fused_all_gather_matmul"
     wrong = wrong_lists(Bs=Bs)
-    products = [] if wrong else [Product(right) for right in Bs]
-    return _gather_matmul(name, A_shard, products, None, gather_dim, group, return_A, in_front, wrong)
+    matmuls = [] if wrong else [Matmul(right) for right in Bs]
+    return _gather_matmul(name, A_shard, matmuls, None, gather_dim, group, return_A, in_front, wrong)
 
 
 def fused_all_gather_scaled_matmul(
@@ -88,9 +88,9 @@ def fused_all_gather_scaled_matmul(
         "use_fast_accum": use_fast_accum,
     }
     wrong = wrong_lists(Bs=Bs, **of_each)
-    products = [] if wrong else [Product(*each) for each in zip(Bs, *of_each.values(), strict=True)]
+    matmuls = [] if wrong else [Matmul(*each) for each in zip(Bs, *of_each.values(), strict=True)]
     how = (True, in_front, wrong)
-    A, found = _gather_matmul(name, A_shard, products, A_scale, gather_dim, group, *how, is_scaled=True)
+    A, found = _gather_matmul(name, A_shard, matmuls, A_scale, gather_dim, group, *how, is_scaled=True)
     assert A is not None
     return A, found
 
@@ -98,7 +98,7 @@ def fused_all_gather_scaled_matmul(
 def _gather_matmul(
     name: str,
     shard: torch.Tensor,
-    products: list[Product],
+    matmuls: list[Matmul],
     scale: torch.Tensor | None,
     dim: int,
     group: Any,
@@ -112,10 +112,10 @@ def _gather_matmul(
             raise InvalidArgumentError(f"{name}: {wrong}")
         check_left(name, "A_shard", shard, dim, "gather_dim")
         inner = shard.shape[-1] * (world if dim == shard.dim() - 1 else 1)
-        for nth, product in enumerate(products):
+        for nth, matmul in enumerate(matmuls):
             if is_scaled:
-                check_scales(name, ("A_shard", f"Bs[{nth}]"), shard, product, scale)
-            check_right(name, f"Bs[{nth}]", product, shard, inner)
+                check_scales(name, ("A_shard", f"Bs[{nth}]"), shard, matmul, scale)
+            check_right(name, f"Bs[{nth}]", matmul, shard, inner)
         scales_of_rows(name, scale, shard.shape, dim, world)
 
     entry = entry_for(name, shard, group, check)
@@ -123,14 +123,14 @@ def _gather_matmul(
     with entry.preparing():
         is_last = dim == shard.dim() - 1
         shard = to_read(f"{name}: A_shard", shard)
-        products = [each.in_memory(name, f"Bs[{nth}]") for nth, each in enumerate(products)]
+        matmuls = [each.in_memory(name, f"Bs[{nth}]") for nth, each in enumerate(matmuls)]
         scale = None if scale is None else to_read(f"{name}: A_scale", scale)
         kind, scales = scales_of_rows(name, scale, shard.shape, dim, world)
         by_tensor_cores = (
             kind == "one"
             and not is_last
             and is_pipelined(shard, world)
-            and tensor_cores.serves_all(entry, shard, scales, products, rows_of(shard.shape))
+            and tensor_cores.serves_all(entry, shard, scales, matmuls, rows_of(shard.shape))
         )
         batches, in_batch = math.prod(shard.shape[:dim]), math.prod(shard.shape[dim:-1])
         in_batches = by_tensor_cores and not in_front
@@ -138,9 +138,9 @@ def _gather_matmul(
         front = shard if is_last or in_batches else shard.movedim(dim, 0)
         rows = front.reshape(rows_of(front.shape), shard.shape[-1]).contiguous()
         scales = scales.contiguous() if kind == "shard" and scales is not None else scales
-        rest = fingerprint(tuple(shard.shape), dim, len(products) > 0, kind, by_tensor_cores)
+        rest = fingerprint(tuple(shard.shape), dim, len(matmuls) > 0, kind, by_tensor_cores)
         sizes = (rows_of(shard.shape), shard.shape[-1], 0)
-        call = pipeline.ProductCall(entry, "fused_all_gather_matmul", shard, sizes, rest)
+        call = pipeline.MatmulCall(entry, "fused_all_gather_matmul", shard, sizes, rest)
         is_carried = is_pipelined(shard, world)
         leading = list(front.shape[:-1])
         if in_batches:
@@ -148,38 +148,38 @@ def _gather_matmul(
         elif not is_last:
             leading[0] *= world
     if in_batches:
-        whole, found = tensor_cores.gather_multiply(call, rows, batches, scales, products, return_A)
+        whole, found = tensor_cores.gather_multiply(call, rows, batches, scales, matmuls, return_A)
         shaped_rows = None if whole is None else whole.view(*leading, whole.shape[-1])
         return shaped_rows, [out.view(*leading, out.shape[-1]) for out in found]
     if is_last:
-        return _gather_columns(call, rows, leading, products, scales, return_A)
+        return _gather_columns(call, rows, leading, matmuls, scales, return_A)
 
     def shaped(found: torch.Tensor) -> torch.Tensor:
         found = found.view(*leading, found.shape[-1]).movedim(0, dim)
         return found if in_front else found.contiguous()
 
     if by_tensor_cores:
-        whole, found = tensor_cores.gather_multiply(call, rows, 1, scales, products, return_A)
+        whole, found = tensor_cores.gather_multiply(call, rows, 1, scales, matmuls, return_A)
         return None if whole is None else shaped(whole), [shaped(out) for out in found]
-    if not is_carried or not products:
+    if not is_carried or not matmuls:
         call.begin(0)
         whole = gathered_rows(entry, rows)
         if scales is not None and kind == "shard":
             scales = gathered_rows(entry, scales)
-        found = [shaped(product.make(whole, scales, None)) for product in products]
+        found = [shaped(matmul.make(whole, scales, None)) for matmul in matmuls]
         return shaped(whole) if return_A else None, found
     with entry.preparing():
         outs = [
-            rows.new_empty((world, rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(shard))
-            for product in products
+            rows.new_empty((world, rows.shape[0], matmul.right.shape[1]), dtype=matmul.dtype_for(shard))
+            for matmul in matmuls
         ]
         gathered = rows.new_empty((world, *rows.shape)) if return_A else None
         sent = scales if kind == "shard" else None
         of_rank = _scales_of_ranks(kind, scales, world)
 
     def multiply(given: torch.Tensor, received: torch.Tensor | None, rank: int) -> None:
-        for product, out in zip(products, outs, strict=True):
-            product.make(given, received if kind == "shard" else of_rank[rank], out[rank])
+        for matmul, out in zip(matmuls, outs, strict=True):
+            matmul.make(given, received if kind == "shard" else of_rank[rank], out[rank])
 
     pipeline.gather_multiply(call, rows, sent, multiply, gathered)
     found = [shaped(out.flatten(0, 1)) for out in outs]
@@ -194,39 +194,39 @@ def _scales_of_ranks(kind: str, scales: torch.Tensor | None, world: int) -> list
 
 
 def _gather_columns(
-    call: pipeline.ProductCall,
+    call: pipeline.MatmulCall,
     rows: torch.Tensor,
     leading: list[int],
-    products: list[Product],
+    matmuls: list[Matmul],
     scales: torch.Tensor | None,
     return_A: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Shards are columns: the product is the sum of those of all shards."""
+    """Shards are columns: the matmul is the sum of those of all shards."""
     world = call.world
 
     def shaped(found: torch.Tensor) -> torch.Tensor:
         return found.view(*leading, found.shape[-1])
 
     with call.entry.preparing():
-        is_sum = is_pipelined(rows, world) and not any(product.is_scaled for product in products)
-    if not is_sum or not products:
+        is_sum = is_pipelined(rows, world) and not any(matmul.is_scaled for matmul in matmuls)
+    if not is_sum or not matmuls:
         call.begin(0)
         whole = gathered_rows(call.entry, rows).view(world, *rows.shape)
         count = rows.shape[0]
         whole = whole.movedim(0, 1).reshape(count, world * rows.shape[1])
-        found = [shaped(product.make(whole, scales, None)) for product in products]
+        found = [shaped(matmul.make(whole, scales, None)) for matmul in matmuls]
         return shaped(whole) if return_A else None, found
     with call.entry.preparing():
         outs = [
-            rows.new_empty((rows.shape[0], product.right.shape[1]), dtype=product.dtype_for(rows))
-            for product in products
+            rows.new_empty((rows.shape[0], matmul.right.shape[1]), dtype=matmul.dtype_for(rows))
+            for matmul in matmuls
         ]
-        rights = [product.right.chunk(world) for product in products]
+        rights = [matmul.right.chunk(world) for matmul in matmuls]
         gathered = rows.new_empty((world, *rows.shape)) if return_A else None
     done: list[Any] = []
 
     def multiply(given: torch.Tensor, _: Any, rank: int) -> None:
-        # Sums grow in one tensor, so each product waits for the last one.
+        # Sums grow in one tensor, so each matmul waits for the last one.
         for event in done:
             torch.cuda.current_stream(rows.device).wait_event(event)
         for out, parts in zip(outs, rights, strict=True):

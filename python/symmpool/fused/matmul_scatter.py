@@ -1,4 +1,4 @@
-"""Products that are added up over all ranks, and whose sums leave while the rest is made. Names, arguments
+"""Matmuls that are added up over all ranks, and whose sums leave while the rest is made. Names, arguments
 and meaning are those of torch.ops.symm_mem, where it has them."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from symmpool.errors import InvalidArgumentError
 from symmpool.fused import pipeline, tensor_cores
 from symmpool.fused.arguments import wrong_lists
 from symmpool.fused.entry import entry_for
-from symmpool.fused.products import (
-    Product,
+from symmpool.fused.matmuls import (
+    Matmul,
     aligned,
     check_alike,
     check_left,
@@ -51,29 +51,29 @@ def fused_matmul_reduce_scatter(
     On CUDA other ranks' parts are made first, and this rank's own while theirs arrive by copy engines; sums
     are added in float32. The rest is as in `fused_all_gather_matmul`."""
     name = "fused_matmul_reduce_scatter"
-    return _matmul_scatter(name, [A], [Product(B)], None, reduce_op, scatter_dim, scatter_dim, None, group)
+    return _matmul_scatter(name, [A], [Matmul(B)], None, reduce_op, scatter_dim, scatter_dim, None, group)
 
 
 def fused_matmuls_reduce_scatter(
     As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: int, group: GroupLike
 ) -> torch.Tensor:
-    """Works like `fused_matmul_reduce_scatter`, of the sum of products `As[0] @ Bs[0] + As[1] @ Bs[1] + ...`,
+    """Works like `fused_matmul_reduce_scatter`, of the sum of matmuls `As[0] @ Bs[0] + As[1] @ Bs[1] + ...`,
     as the backward pass has it where several layers have one input. The `As` have the shapes (..., K) and the
-    `Bs` (K, N), with a K for each product; the products have one shape.
+    `Bs` (K, N), with a K for each matmul; the matmuls have one shape.
 
-    On devices of compute capability 9.0 one kernel makes the sums of up to 4 products of float16 or bfloat16,
+    On devices of compute capability 9.0 one kernel makes the sums of up to 4 matmuls of float16 or bfloat16,
     in float32, if the `Bs` lie in memory alike, each rank gets 256 rows or more and, of more than two ranks,
-    more than 4 MiB. Ranks may then pass different numbers of products. Elsewhere each product is
-    rounded, and they are added in their order; ranks with one product and ranks with several get a
+    more than 4 MiB. Ranks may then pass different numbers of matmuls. Elsewhere each matmul is
+    rounded, and they are added in their order; ranks with one matmul and ranks with several get a
     DivergedError then, on CUDA."""
     name = "fused_matmuls_reduce_scatter"
     wrong = wrong_lists(As=As) or wrong_lists(Bs=Bs)
     if wrong is None and not As:
         wrong = "As: an empty list; it must have a tensor"
     lefts = [None] if wrong else As
-    products = [] if wrong else [Product(B) for B in Bs]
+    matmuls = [] if wrong else [Matmul(B) for B in Bs]
     dims = (scatter_dim, scatter_dim)
-    return _matmul_scatter(name, lefts, products, None, reduce_op, *dims, None, group, wrong)
+    return _matmul_scatter(name, lefts, matmuls, None, reduce_op, *dims, None, group, wrong)
 
 
 def fused_scaled_matmul_reduce_scatter(
@@ -92,20 +92,20 @@ def fused_scaled_matmul_reduce_scatter(
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
     """Works like `fused_matmul_reduce_scatter`, for 8-bit floats with scales. `A_scale` is one number, or has
-    one for each row of A. `output_shape` is that of the product before it is scattered along
+    one for each row of A. `output_shape` is that of the matmul before it is scattered along
     `orig_scatter_dim`; A may have fewer dimensions, of which `scatter_dim_after_maybe_reshape` is the same
     one."""
     name = "fused_scaled_matmul_reduce_scatter"
-    product = Product(B, B_scale, bias, result_scale, out_dtype, use_fast_accum)
+    matmul = Matmul(B, B_scale, bias, result_scale, out_dtype, use_fast_accum)
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     more = (output_shape, group)
-    return _matmul_scatter(name, [A], [product], A_scale, reduce_op, *dims, *more, is_scaled=True)
+    return _matmul_scatter(name, [A], [matmul], A_scale, reduce_op, *dims, *more, is_scaled=True)
 
 
 def _matmul_scatter(
     name: str,
     As: Sequence[Any],
-    products: Sequence[Product],
+    matmuls: Sequence[Matmul],
     scale: torch.Tensor | None,
     reduce_op: str,
     scatter_dim: int,
@@ -119,23 +119,23 @@ def _matmul_scatter(
         if wrong is not None:
             raise InvalidArgumentError(f"{name}: {wrong}")
         check_reduce(name, reduce_op)
-        if len(As) != len(products):
+        if len(As) != len(matmuls):
             raise InvalidArgumentError(
-                f"{name}: {len(As)} As and {len(products)} Bs; it takes as many of both"
+                f"{name}: {len(As)} As and {len(matmuls)} Bs; it takes as many of both"
             )
-        for nth, (left, right) in enumerate(zip(As, products, strict=True)):
+        for nth, (left, right) in enumerate(zip(As, matmuls, strict=True)):
             which = (_nth("A", nth, As), _nth("B", nth, As))
             check_left(name, which[0], left, dim_of_A, "scatter_dim")
             if is_scaled:
                 check_scales(name, which, left, right, scale)
             check_right(name, which[1], right, left, left.shape[-1])
-            check_alike(name, which, (left, right), (As[0], products[0]))
-        A, product = As[0], products[0]
-        whole = _product_shape(A, product, output_shape)
-        if rows_of(whole) != rows_of(A.shape) or whole[-1] != product.right.shape[1]:
+            check_alike(name, which, (left, right), (As[0], matmuls[0]))
+        A, matmul = As[0], matmuls[0]
+        whole = _matmul_shape(A, matmul, output_shape)
+        if rows_of(whole) != rows_of(A.shape) or whole[-1] != matmul.right.shape[1]:
             raise InvalidArgumentError(
                 f"{name}: output_shape: {tuple(whole)} is no shape of a product of {rows_of(A.shape)} x "
-                f"{product.right.shape[1]} elements"
+                f"{matmul.right.shape[1]} elements"
             )
         if not isinstance(scatter_dim, int) or not 0 <= scatter_dim < len(whole):
             raise InvalidArgumentError(f"{name}: scatter_dim: {scatter_dim!r} is none of {tuple(whole)}")
@@ -153,14 +153,12 @@ def _matmul_scatter(
     with entry.preparing():
         several = len(As) > 1
         As = [to_read(f"{name}: As[{nth}]" if several else f"{name}: A", A) for nth, A in enumerate(As)]
-        products = [
-            each.in_memory(name, f"Bs[{nth}]" if several else "B") for nth, each in enumerate(products)
-        ]
+        matmuls = [each.in_memory(name, f"Bs[{nth}]" if several else "B") for nth, each in enumerate(matmuls)]
         scale = None if scale is None else to_read(f"{name}: A_scale", scale)
-        A, product = As[0], products[0]
+        A, matmul = As[0], matmuls[0]
         world = entry.comm.world
-        whole = _product_shape(A, product, output_shape)
-        dtype = product.dtype_for(A)
+        whole = _matmul_shape(A, matmul, output_shape)
+        dtype = matmul.dtype_for(A)
         is_last = scatter_dim == len(whole) - 1
         part = list(whole)
         part[scatter_dim] //= world
@@ -169,7 +167,7 @@ def _matmul_scatter(
             world > 1
             and not is_last
             and not is_short
-            and tensor_cores.serves_sum(entry, As, scale, products, math.prod(part[:-1]), dtype)
+            and tensor_cores.serves_sum(entry, As, scale, matmuls, math.prod(part[:-1]), dtype)
         )
         by_parts = A.is_cuda and world > 1 and not is_short and len(As) == 1 and not by_tensor_cores
         scales = scale
@@ -190,21 +188,21 @@ def _matmul_scatter(
             lefts = [left.reshape(rows_of(left.shape), left.shape[-1]) for left in lefts]
         rest = fingerprint(tuple(whole), scatter_dim, str(dtype), reduce_op, by_tensor_cores, by_parts)
         sizes = (rows_of(whole), 0, whole[-1])
-        call = pipeline.ProductCall(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
+        call = pipeline.MatmulCall(entry, "fused_matmul_reduce_scatter", A, sizes, rest)
     if in_batches:
-        return tensor_cores.multiply_scatter(call, lefts, scales, products, dtype, reduce_op).view(part)
+        return tensor_cores.multiply_scatter(call, lefts, scales, matmuls, dtype, reduce_op).view(part)
     if by_tensor_cores:
         one_batch = [left[None] for left in lefts]
-        found = tensor_cores.multiply_scatter(call, one_batch, scales, products, dtype, reduce_op)
+        found = tensor_cores.multiply_scatter(call, one_batch, scales, matmuls, dtype, reduce_op)
     elif by_parts:
         with entry.preparing():
-            parts = list(parts_of(lefts[0], scales, product, world, is_last))
+            parts = list(parts_of(lefts[0], scales, matmul, world, is_last))
         found = pipeline.multiply_scatter(call, parts, dtype, reduce_op)
     else:
         call.begin(0)
         with entry.preparing():
-            made = product.make(lefts[0], scales, None)
-            for left, right in zip(lefts[1:], products[1:], strict=True):
+            made = matmul.make(lefts[0], scales, None)
+            for left, right in zip(lefts[1:], matmuls[1:], strict=True):
                 made += right.make(left, None, None)
             if is_last:
                 made = made.view(made.shape[0], world, made.shape[1] // world).movedim(1, 0)
@@ -222,19 +220,19 @@ def _nth(which: str, nth: int, of: Sequence[Any]) -> str:
     return which if len(of) == 1 else f"{which}s[{nth}]"
 
 
-def _product_shape(A: torch.Tensor, product: Product, output_shape: Sequence[int] | None) -> list[int]:
-    return list(output_shape) if output_shape is not None else [*A.shape[:-1], product.right.shape[1]]
+def _matmul_shape(A: torch.Tensor, matmul: Matmul, output_shape: Sequence[int] | None) -> list[int]:
+    return list(output_shape) if output_shape is not None else [*A.shape[:-1], matmul.right.shape[1]]
 
 
-def parts_of(rows: Any, scales: Any, product: Product, world: int, is_last: bool) -> Any:
+def parts_of(rows: Any, scales: Any, matmul: Matmul, world: int, is_last: bool) -> Any:
     """Left rows, their scales and the right matrix of each rank's part."""
     is_per_row = scales is not None and scales.numel() > 1
     if is_last:
-        columns = product.right.shape[1] // world
+        columns = matmul.right.shape[1] // world
         for each in range(world):
-            yield rows, scales, product.columns(each * columns, (each + 1) * columns)
+            yield rows, scales, matmul.columns(each * columns, (each + 1) * columns)
         return
     count = rows.shape[0] // world
     for each in range(world):
         here = slice(each * count, (each + 1) * count)
-        yield rows[here], aligned(scales[here]) if is_per_row else scales, product
+        yield rows[here], aligned(scales[here]) if is_per_row else scales, matmul

@@ -1,4 +1,4 @@
-"""Fused products as operators: `torch.ops.symmpool.*`, and in place of torch's own under
+"""Fused matmuls as operators: `torch.ops.symmpool.*`, and in place of torch's own under
 `torch.ops.symm_mem`."""
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def end_for_all() -> None:
 
 
 def _enable_for_inductor(theirs: Any) -> None:
-    """Has Inductor, which asks torch whether a group has symmetric memory, look for products on groups of
+    """Has Inductor, which asks torch whether a group has symmetric memory, look for matmuls on groups of
     ours too."""
     of_torch = getattr(theirs, "is_symm_mem_enabled_for_group", None)
     if of_torch is None:
@@ -391,7 +391,7 @@ def _is_ours(tensor: torch.Tensor, name: str, theirs: Any) -> bool:
         _reported.add(name)
         warnings.warn(
             f"symmpool: group {name!r} has no pool of symmpool on {device}: torch's own kernels make its "
-            "fused products",
+            "fused matmuls",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -1,8 +1,8 @@
-"""Fused products on CUDA: copy engines carry data while products of other data are made.
+"""Fused matmuls on CUDA: copy engines carry data while matmuls of other data are made.
 
 Every call begins with a handshake on the current stream, in which ranks compare what they call; it also
 says that nobody uses the workspace any more. Then data goes by copy engines, on a stream of its own, and
-flags say what has arrived, for which streams wait by memory operations. Nothing but the products occupies
+flags say what has arrived, for which streams wait by memory operations. Nothing but the matmuls occupies
 SMs.
 """
 
@@ -18,13 +18,13 @@ import torch
 from symmpool._symmpool import _begin_matmul, _end_watching, _fail_matmul, _pull, _push_step, _step
 from symmpool.communicators.work import reason_of
 from symmpool.fused import workspace
-from symmpool.fused.products import DTYPES, Product
+from symmpool.fused.matmuls import DTYPES, Matmul
 
-__all__ = ["ProductCall", "gather_multiply", "multiply_scatter", "pull_all"]
+__all__ = ["MatmulCall", "gather_multiply", "multiply_scatter", "pull_all"]
 
-# A product of fewer elements leaves SMs idle, so it is not divided: a wave of tiles of 128 x 256 on 128 SMs.
+# A matmul of fewer elements leaves SMs idle, so it is not divided: a wave of tiles of 128 x 256 on 128 SMs.
 _WAVE = 128 * 128 * 256
-#: Steps that a product is divided into at most: waits cost some microseconds each.
+#: Steps that a matmul is divided into at most: waits cost some microseconds each.
 _MAX_STEPS = 4
 # Whether a stream waits for a peer's step, or tells the peer of its own.
 _SIGNAL, _WAIT = False, True
@@ -37,15 +37,15 @@ def _end_watching_at_exit() -> None:
     atexit.register(_end_watching)
 
 
-class ProductCall:
-    """A fused product on a communicator: what it is called, and what ranks compare."""
+class MatmulCall:
+    """A fused matmul on a communicator: what it is called, and what ranks compare."""
 
     def __init__(self, entry: Any, name: str, left: torch.Tensor, sizes: tuple[int, int, int], rest: int):
         self.entry, self.comm, self.name = entry, entry.comm, name
         self.described = (name, DTYPES[left.dtype], sizes, rest)
         self.rank, self.world = self.comm.rank, self.comm.world
         self.device = left.device
-        # Whether peers may be in the middle of the product.
+        # Whether peers may be in the middle of the matmul.
         self.is_open = False
 
     def peers(self, sign: int) -> list[int]:
@@ -53,7 +53,7 @@ class ProductCall:
         return [(self.rank + sign * step) % self.world for step in range(1, self.world)]
 
     def stream(self, which: int) -> torch.cuda.Stream:
-        """A stream of the group's: 0 for copies, 1 for products beside the current stream's, 2 for flags."""
+        """A stream of the group's: 0 for copies, 1 for matmuls beside the current stream's, 2 for flags."""
         return workspace.stream_of(self.entry, self.device, which)
 
     def reserve(self, bytes: int, control: int) -> torch.Tensor:
@@ -83,19 +83,19 @@ class ProductCall:
         return memory
 
     def fail(self, error: BaseException) -> None:
-        """Fails the communicator if peers may be in the middle of the product, and notifies them."""
+        """Fails the communicator if peers may be in the middle of the matmul, and notifies them."""
         if self.is_open:
             _fail_matmul(self.comm, f"{self.name}: {reason_of(error)}")
 
 
-def _or_fail(product: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes a product of a call. What it raises behind the handshake closes the
+def _or_fail(matmul: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a matmul of a call. What it raises behind the handshake fails the
     communicator: peers wait for data that does not come, and this rank's next call must not stand for it."""
 
-    @functools.wraps(product)
-    def made(call: ProductCall, *arguments: Any) -> Any:
+    @functools.wraps(matmul)
+    def made(call: MatmulCall, *arguments: Any) -> Any:
         try:
-            found = product(call, *arguments)
+            found = matmul(call, *arguments)
         except BaseException as error:
             call.fail(error)
             raise
@@ -123,7 +123,7 @@ def _aligned(bytes: int) -> int:
 @workspace.in_turn
 @_or_fail
 def gather_multiply(
-    call: ProductCall,
+    call: MatmulCall,
     rows: torch.Tensor,
     scales: torch.Tensor | None,
     multiply: Any,
@@ -177,12 +177,12 @@ def gather_multiply(
     call.entry.extend_order()
 
 
-def _steps_of(call: ProductCall, rows: int, columns: int, product: Product) -> int:
+def _steps_of(call: MatmulCall, rows: int, columns: int, matmul: Matmul) -> int:
     """Into how many steps a rank's rows are divided."""
     if call.world != 2:
         return 1
-    # Products of 8-bit floats take half as long, so what a step costs is more of it.
-    least = 2 * _WAVE if product.is_scaled else _WAVE
+    # Matmuls of 8-bit floats take half as long, so what a step costs is more of it.
+    least = 2 * _WAVE if matmul.is_scaled else _WAVE
     for steps in range(_MAX_STEPS, 1, -1):
         if rows % steps == 0 and rows // steps * columns >= least:
             return steps
@@ -192,24 +192,24 @@ def _steps_of(call: ProductCall, rows: int, columns: int, product: Product) -> i
 @workspace.in_turn
 @_or_fail
 def multiply_scatter(
-    call: ProductCall,
-    parts: list[tuple[torch.Tensor, torch.Tensor | None, Product]],
+    call: MatmulCall,
+    parts: list[tuple[torch.Tensor, torch.Tensor | None, Matmul]],
     dtype: torch.dtype,
     reduce_op: str,
 ) -> torch.Tensor:
-    """Makes the product of each rank's part, left rows with their scales and a right matrix, and adds up
+    """Makes the matmul of each rank's part, left rows with their scales and a right matrix, and adds up
     those that all ranks have made for this one. Others' parts come first, and this rank's own last, while
     theirs arrive."""
     rank, world = call.rank, call.world
-    left, _, product = parts[rank]
-    rows, columns = left.shape[0], product.right.shape[1]
+    left, _, matmul = parts[rank]
+    rows, columns = left.shape[0], matmul.right.shape[1]
     shape = (rows, columns)
     size = _aligned(rows * columns * dtype.itemsize)
-    steps = _steps_of(call, rows, columns, product)
-    # In steps, products with a C operand add what has come to it. Products of 8-bit floats have none, and a
-    # single product does not wait for what comes. Results of more than two ranks are added up in one pass, in
+    steps = _steps_of(call, rows, columns, matmul)
+    # In steps, matmuls with a C operand add what has come to it. Matmuls of 8-bit floats have none, and a
+    # single matmul does not wait for what comes. Results of more than two ranks are added up in one pass, in
     # float32.
-    accumulates = steps > 1 and not product.is_scaled and reduce_op != "avg"
+    accumulates = steps > 1 and not matmul.is_scaled and reduce_op != "avg"
     with call.entry.preparing():
         out = torch.empty(shape, dtype=dtype, device=call.device)
         others = None
@@ -225,10 +225,10 @@ def multiply_scatter(
     for step in range(steps):
         here = slice(step * length, (step + 1) * length)
         for peer in call.peers(1):
-            given, scale, product = parts[peer]
+            given, scale, matmul = parts[peer]
             scale = scale if scale is None or scale.numel() == 1 else scale[here]
-            product.make(given[here], scale, slots[peer][here])
-            # A flag waits for its product only.
+            matmul.make(given[here], scale, slots[peer][here])
+            # A flag waits for its matmul only.
             flags.wait_stream(current)
             _step(call.comm, _SIGNAL, (peer, step), flags.cuda_stream)
     arrived = []
@@ -240,16 +240,16 @@ def multiply_scatter(
             ends = (to.data_ptr(), slots[rank][here].data_ptr(), _bytes(to))
             _pull(call.comm, ends, source, copies.cuda_stream)
         arrived.append(copies.record_event())
-    given, scale, product = parts[rank]
+    given, scale, matmul = parts[rank]
     if world == 2:
         for step in range(steps):
             here = slice(step * length, (step + 1) * length)
             if others is None:
                 current.wait_event(arrived[step])
-                out[here].addmm_(given[here], product.right)
+                out[here].addmm_(given[here], matmul.right)
                 continue
             rows_scale = scale if scale is None or scale.numel() == 1 else scale[here]
-            product.make(given[here], rows_scale, out[here])
+            matmul.make(given[here], rows_scale, out[here])
             current.wait_event(arrived[step])
             if reduce_op == "avg":
                 # In float32, as the sum of two numbers of a smaller type may be too large for it.
@@ -258,7 +258,7 @@ def multiply_scatter(
                 out[here].add_(others[0][here])
     else:
         assert others is not None
-        product.make(given, scale, others[rank])
+        matmul.make(given, scale, others[rank])
         current.wait_event(arrived[0])
         if reduce_op == "avg":
             torch.mean(others, dim=0, out=out)
@@ -272,7 +272,7 @@ def multiply_scatter(
 
 @workspace.in_turn
 @_or_fail
-def pull_all(call: ProductCall, parts: list[torch.Tensor], found: torch.Tensor) -> None:
+def pull_all(call: MatmulCall, parts: list[torch.Tensor], found: torch.Tensor) -> None:
     """Part `r` of each rank goes to rank `r`, where it becomes part `rank` of `found`, by copy engines;
     parts are of one size. Where all parts are one tensor, that is gathered."""
     rank = call.rank

@@ -1,4 +1,4 @@
-"""Memory of the pool through which fused products pass their data."""
+"""Memory of the pool through which fused matmuls pass their data."""
 
 from __future__ import annotations
 

@@ -149,9 +149,9 @@ class FallbackBackends:
         publish: Callable[[Any], None],
         run: str | None = None,
     ):
-        """`options` are NCCL's. `publish` takes `meeting` before ranks meet: what a rank publishes there is
-        known to all ranks behind gloo's meeting. With `run`, which has been agreed on, nobody meets before a
-        call needs gloo, on machines without CUDA."""
+        """`options` are NCCL's. `publish` takes `store_for` before ranks meet: what a rank publishes there is
+        known to all ranks behind gloo's rendezvous. With `run`, which has been agreed on, nobody meets before
+        a call needs gloo, on machines without CUDA."""
         self._store, self._place, self._options = store, (group.rank(), group.size()), options
         self._timeout = timeout
         # A weak reference: a group that the program lets go of is to go at once, with its store.
@@ -168,11 +168,11 @@ class FallbackBackends:
         kinds = dist.ProcessGroup.BackendType
         found: list[tuple[str, Any, Any]] = []
         try:
-            publish(self.meeting)
+            publish(self.store_for)
             if self._is_later and _Later is not None:
                 found.append(("cpu", kinds.GLOO, _Later(dist.HashStore(), 0, 1, _gloo_options(timeout, 1))))
             elif _Gloo is not None:
-                gloo = _Gloo(self.meeting("gloo", store), *self._place, _gloo_options(timeout))
+                gloo = _Gloo(self.store_for("gloo", store), *self._place, _gloo_options(timeout))
                 found.append(("cpu", kinds.GLOO, gloo))
             if not torch.cuda.is_available():
                 pass
@@ -234,7 +234,7 @@ class FallbackBackends:
     def _make_gloo(self, limit: datetime.timedelta | None = None) -> dist.ProcessGroup:
         """Has the ranks meet for gloo, within the group's timeout or another limit."""
         self._await_all(seconds_of(limit or self._timeout) or DEFAULT_TIMEOUT)
-        store, options = self.meeting("gloo"), _gloo_options(limit or self._timeout)
+        store, options = self.store_for("gloo"), _gloo_options(limit or self._timeout)
         try:
             gloo = dist.ProcessGroupGloo(store, *self._place, options)
         except RuntimeError as error:
@@ -253,8 +253,8 @@ class FallbackBackends:
         before, so a second try finds none of a first one that was given up."""
         rank, size = self._place
         try:
-            meeting = StoreAdapter(RunOfStore(self._store, rank, self.run))
-            meeting.all_gather("backend/gloo", rank, size, b"", seconds)
+            adapter = StoreAdapter(RunOfStore(self._store, rank, self.run))
+            adapter.all_gather("backend/gloo", rank, size, b"", seconds)
         except TimeoutError as error:
             if not error.ranks:
                 raise
@@ -267,7 +267,7 @@ class FallbackBackends:
         for each in (self._group, *self._backends):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
-    def meeting(self, name: str, store: Any = None) -> Any:
+    def store_for(self, name: str, store: Any = None) -> Any:
         """The store of this run of the group for what has that name; on another connection with `store`."""
         store = self._store if store is None else store
         return dist.PrefixStore(f"{name}/{self.run}", store)
@@ -276,7 +276,7 @@ class FallbackBackends:
         options = self._options if self._options is not None else dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         assert _Nccl is not None  # it is among the group's backends
-        return _Nccl(self.meeting("nccl", self._store), *self._place, options)
+        return _Nccl(self.store_for("nccl", self._store), *self._place, options)
 
     def begin(self, channel: tuple[int, int], tensor: torch.Tensor) -> Any:
         """Begins to send or to receive a CUDA tensor by NCCL, on the channel from one rank to another.
@@ -295,7 +295,7 @@ class FallbackBackends:
     def _connected(self, source: int, target: int, meet: Callable[..., None]) -> Any:
         """The group of two ranks that carries a channel, made once both are there."""
         number = 0 if self._place[0] == source else 1
-        store = self.meeting(f"nccl/{source}-{target}", own_connection(self._store))
+        store = self.store_for(f"nccl/{source}-{target}", own_connection(self._store))
         meet(store, number, seconds_of(self._timeout) or DEFAULT_TIMEOUT)
         options = dist.ProcessGroupNCCL.Options()
         if self._options is not None:

@@ -35,7 +35,7 @@ __all__ = ["HostMessages"]
 logger = logging.getLogger("symmpool.backend")
 
 _strided = torch.strided
-# The last byte of what a rank publishes: whether it may make groups within this one without a meeting.
+# The last byte of what a rank publishes: whether it may make groups within this one without a rendezvous.
 _NESTS, _ALONE = b"\x01", b"\x00"
 
 
@@ -63,8 +63,8 @@ class HostMessages:
         # Held by the thread that finds out.
         self._lock = threading.Lock()
 
-    def publish(self, meeting: Callable[[str], Any]) -> None:
-        """Publishes where this rank's mailbox is. `meeting` gives the store of what has a name."""
+    def publish(self, store_for: Callable[[str], Any]) -> None:
+        """Publishes where this rank's mailbox is. `store_for` gives the store of what has a name."""
         if self._size == 1:
             return
         address = b""
@@ -75,7 +75,7 @@ class HostMessages:
         except Error as error:
             # No address, by which the other ranks see that gloo carries the messages.
             logger.warning("symmpool carries no messages of rank %d: %s", self._rank, error)
-        self._store = meeting("p2p")
+        self._store = store_for("p2p")
         self._store.set(str(self._rank), address)
 
     def read(self) -> None:

@@ -21,7 +21,7 @@ extern "C" __global__ void gather(const __grid_constant__ DeviceComm comm,
     if (!collective || !collective.await_peers()) {
         return;
     }
-    const Share share = collective.share(call.bytes);
+    const ByteRange share = collective.share(call.bytes);
     char* mine = call.output + comm.rank * call.bytes + share.from;
     for (u32 distance = 0; distance < comm.world; ++distance) {
         collective.copy(comm.peer_ptr(mine, comm.after(distance)), call.input + share.from, share.bytes());

@@ -1,4 +1,4 @@
-"""Products of matrices that hide their communication, compared with separate operations in float64.
+"""Matrix products that hide their communication, compared with separate operations in float64.
 
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_matmul.py
 

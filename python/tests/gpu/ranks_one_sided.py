@@ -93,7 +93,7 @@ def main():
     wrong = {what: number for what, number in found.items() if number}
     for (count, engines), number in wrong.items():
         print(f"rank {comm.rank}: {count} elements by {' and '.join(engines)}: {number} wrong", flush=True)
-    # A signal that does not come names its rank. This is last, as it closes a communicator on a device.
+    # A signal that does not come names its rank. This is last, as it fails a communicator on a device.
     try:
         comm.wait((comm.rank + 1) % comm.world, 9, timeout=0.5, engine="memory")
         comm.synchronize()

@@ -27,7 +27,7 @@ from symmpool.communicators.entry import CommunicatorEntry
 from symmpool.deep_ep import Buffer, normal
 from symmpool.experts import gradients
 from symmpool.fused import pipeline
-from symmpool.fused.products import Product
+from symmpool.fused.matmuls import Matmul
 
 #: Clock cycles for which a stream is held up, about 0.1 s.
 PAUSE = 150_000_000
@@ -134,7 +134,7 @@ class Checks:
             return whole, found
 
         def slow(late):
-            return held_up(Product, "make", late)
+            return held_up(Matmul, "make", late)
 
         alone = self.follow("gathered rows", gather, lefts, slow)
         self.follow_captured("gathered rows", gather, lefts, slow, alone)

@@ -74,8 +74,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let root = (number >> 32) as u32 % pool.world();
                     check.broadcast(&comm, to, (count, dtype), root, (None, &what))?;
                     if all_to_all == AllToAllAlgorithm::Auto && pool.world() > 1 {
-                        let stages = (Some("stages"), "stages, as requested");
-                        check.broadcast(&comm, to, (count, dtype), root, stages)?;
+                        let pipeline = (Some("pipeline"), "pipeline, as requested");
+                        check.broadcast(&comm, to, (count, dtype), root, pipeline)?;
                     }
                 }
             }

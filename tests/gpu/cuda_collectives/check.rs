@@ -9,7 +9,7 @@ use crate::cuda::{Graph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, call_order, epochs, equal_parts, experts,
-    explain, families, first_calls, fused, growth, huge, matmul, matmul_few, matmul_gather,
+    explain, families, first_calls, fused, growth, huge, matmul, matmul_gather, matmul_small_m,
     measured_barrier, memory_operations, native, one_sided, one_sided_streams, p2p, plans,
     random_calls, reduce_scatter, repeats, slow, streams, two_threads,
 };
@@ -67,7 +67,7 @@ const PARTS: [(&str, When, Part); 30] = [
     ("fused", When::Always, fused::run),
     ("matmul", When::Always, matmul::run),
     ("matmul", When::Always, matmul_gather::run),
-    ("matmul_few", When::Always, matmul_few::run),
+    ("matmul_small_m", When::Always, matmul_small_m::run),
     ("mixed", When::Thorough, all_to_all::mixed),
     ("repeats", When::Thorough, repeats::run),
     ("streams", When::Thorough, streams::run),

@@ -139,7 +139,7 @@ impl<'a> EveryKind<'a> {
         for (collective, algorithm, count, beside_compute) in [
             (ReduceScatter, Some("lamport"), part, false),
             (ReduceScatter, Some("ll"), part, false),
-            (ReduceScatter, Some("stages"), part, false),
+            (ReduceScatter, Some("pipeline"), part, false),
             (ReduceScatter, Some("direct"), part, false),
             (ReduceScatter, Some("copy"), part, false),
             (ReduceScatter, Some("copy"), part, true),
@@ -148,7 +148,7 @@ impl<'a> EveryKind<'a> {
             (AllGather, Some("copy"), part, false),
             (Broadcast, None, whole, false),
             (Broadcast, Some("ll"), whole, false),
-            (Broadcast, Some("stages"), whole, false),
+            (Broadcast, Some("pipeline"), whole, false),
             (AllToAll, None, part, false),
             (AllToAll, Some("copy"), part, false),
         ] {
@@ -164,7 +164,7 @@ impl<'a> EveryKind<'a> {
         all.push(self.experts(&little));
         all.extend(self.programs(&little, some(1_500_000)));
         if self.matmul.comm.has_tensor_kernels() {
-            let products = self.matmul.calls_of_products()?;
+            let products = self.matmul.calls_of_matmuls()?;
             for (name, make, output, zeros) in products {
                 for concurrent in [1, 2] {
                     let options =

@@ -151,8 +151,8 @@ impl Explains<'_> {
             for collective in StandardCollective::ALL {
                 let comm = Communicator::with_options(self.pool, &options)?;
                 let named = match collective {
-                    StandardCollective::AllReduce => "two_shot_stages",
-                    StandardCollective::ReduceScatter => "stages",
+                    StandardCollective::AllReduce => "two_shot_pipeline",
+                    StandardCollective::ReduceScatter => "pipeline",
                     StandardCollective::AllToAll | StandardCollective::AllGather => "direct",
                     StandardCollective::Broadcast => "ll",
                 };

@@ -19,7 +19,7 @@ const FAMILIES: [Family; 16] = [
         &["all_to_all/all_to_all.cu", "all_to_all/copy_companion.cu", "barrier/barrier.cu"],
         true,
     ),
-    ("all_gather_broadcast", &["broadcast/broadcast_stages.cu"], true),
+    ("all_gather_broadcast", &["broadcast/broadcast_pipeline.cu"], true),
     ("reduce_scatter", &[], false),
     ("experts", &["experts/dispatch.cu", "experts/combine.cu"], true),
     ("handles", &[], true),
@@ -36,7 +36,7 @@ const FAMILIES: [Family; 16] = [
         &["fused/matmul_scatter.cu", "fused/matmul_gather.cu", "fused/matmul_wait.cu"],
         true,
     ),
-    ("matmul_few", &["fused/matmul_few.cu", "fused/matmul_few_received.cu"], true),
+    ("matmul_small_m", &["fused/matmul_small_m.cu", "fused/matmul_small_m_received.cu"], true),
 ];
 
 /// Prints a line for each: its name, and the tools of compute-sanitizer that have something to find there.

@@ -308,7 +308,7 @@ impl Fused<'_> {
         }
         self.comm.barrier(&self.stream)?;
         self.comm.synchronize(&self.stream)?;
-        // The last rank passes another epsilon, which closes the communicator on all ranks.
+        // The last rank passes another epsilon, which fails the communicator on all ranks.
         let is_last = self.pool.rank() + 1 == self.pool.world();
         let epsilon = if is_last { 1e-5 } else { 1e-6 };
         let call = self.call(memory, case(NormShape { epsilon, ..usual }));

@@ -36,8 +36,8 @@ mod killed;
 mod late;
 mod launches;
 mod matmul;
-mod matmul_few;
 mod matmul_gather;
+mod matmul_small_m;
 mod matrix;
 mod measured_barrier;
 mod memory_operations;
@@ -119,7 +119,7 @@ struct Options {
     /// random numbers in them), one_sided, call_order (of calls
     /// on several streams), p2p, plans, odd_plans, random_plans (programs of a seed; only if named) and native
     /// (collectives that programs bring along), fused (all-reduces with a residual and a norm), matmul (products whose parts are added
-    /// up, or gathered), matmul_few (of few rows), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
+    /// up, or gathered), matmul_small_m (of few rows), repeats (the same bits in 1,000 calls), streams (several communicators at once), mixed (all-to-alls of long and short parts), slow (consumers
     /// that read late), explain (what communicators say of calls, and what these launch), growth (communicators whose memory grows), epochs (all kinds of calls as their numbers begin anew), threads (two of a rank with one
     /// communicator), and, only if named, huge (more than 2^31 elements). `bench` has all_to_all, one name for each
     /// of its algorithms, such as all_to_all_ll, p2p and p2p_round_trip, all_gather and reduce_scatter, and each of

@@ -50,7 +50,7 @@ struct Memory {
 
 /// A call of a product: its name, what makes it, what it writes, and what must be zeros before a communicator's first call;
 /// addresses with bytes.
-pub(crate) type ProductCall<'a> = (
+pub(crate) type MatmulCall<'a> = (
     &'static str,
     Rc<dyn Fn(&Communicator, &Stream) -> Result<()> + 'a>,
     (u64, usize),
@@ -369,7 +369,7 @@ impl Matmul<'_> {
         memory.factors.iter().zip(case.inner).map(term).collect()
     }
 
-    fn product<'a>(case: &Case, memory: &Memory, terms: &'a [MatmulTerm]) -> MatmulScatter<'a> {
+    fn gemm<'a>(case: &Case, memory: &Memory, terms: &'a [MatmulTerm]) -> MatmulScatter<'a> {
         let scales = memory.scales.address();
         MatmulScatter {
             dtype: case.dtype,
@@ -406,11 +406,11 @@ impl Matmul<'_> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
         let memory = self.memory(&case)?;
         let terms = self.terms(&case, &memory);
-        let product = Self::product(&case, &memory, &terms);
+        let gemm = Self::gemm(&case, &memory, &terms);
         self.repeat(
             700,
             // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
-            |matmul| unsafe { matmul.comm.matmul_reduce_scatter_at(&product, 0, &matmul.stream) },
+            |matmul| unsafe { matmul.comm.matmul_reduce_scatter_at(&gemm, 0, &matmul.stream) },
             |matmul, seed| matmul.upload(&case, &memory, seed),
             |matmul, seed| {
                 matmul.compare(&format!("{case:?}"), &memory.out, &case.wanted(seed, rank, world))
@@ -419,7 +419,7 @@ impl Matmul<'_> {
     }
 
     /// A product, for checks of all kinds of calls.
-    pub(crate) fn call_of_scatter(&self) -> Result<ProductCall<'_>> {
+    pub(crate) fn call_of_scatter(&self) -> Result<MatmulCall<'_>> {
         let case = Case { rows: 130, inner: &[72], columns: 264, ..Case::SMALL };
         let memory = self.memory(&case)?;
         self.upload(&case, &memory, 1)?;
@@ -427,23 +427,23 @@ impl Matmul<'_> {
         let zeros = (memory.control.address(), memory.control.len());
         let call = move |comm: &Communicator, stream: &Stream| {
             let terms = self.terms(&case, &memory);
-            let product = Self::product(&case, &memory, &terms);
+            let gemm = Self::gemm(&case, &memory, &terms);
             // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
-            unsafe { comm.matmul_reduce_scatter_at(&product, 0, stream) }
+            unsafe { comm.matmul_reduce_scatter_at(&gemm, 0, stream) }
         };
         Ok(("matmul_reduce_scatter", Rc::new(call), output, zeros))
     }
 
     /// A product of each kind.
-    pub(crate) fn calls_of_products(&self) -> Result<Vec<ProductCall<'_>>> {
-        Ok(vec![self.call_of_scatter()?, self.call_of_gather()?, self.call_of_few()?])
+    pub(crate) fn calls_of_matmuls(&self) -> Result<Vec<MatmulCall<'_>>> {
+        Ok(vec![self.call_of_scatter()?, self.call_of_gather()?, self.call_of_small_m()?])
     }
 
     /// Checks calls that are refused on all ranks, and products that differ.
     fn refusals(&mut self) -> Result<()> {
         let memory = self.memory(&Case::SMALL)?;
         let terms = self.terms(&Case::SMALL, &memory);
-        let right = Self::product(&Case::SMALL, &memory, &terms);
+        let right = Self::gemm(&Case::SMALL, &memory, &terms);
         let left = terms[0].left;
         let moved = MatmulTerm { left: MatrixView { begin: left.begin + 2, ..left }, ..terms[0] };
         for wrong in [
@@ -476,9 +476,9 @@ impl Matmul<'_> {
     fn refused_elsewhere(&mut self) -> Result<(u64, u64)> {
         let memory = self.memory(&Case::SMALL)?;
         let terms = self.terms(&Case::SMALL, &memory);
-        let product = Self::product(&Case::SMALL, &memory, &terms);
+        let gemm = Self::gemm(&Case::SMALL, &memory, &terms);
         // SAFETY: it is refused before anything is touched.
-        let refused = unsafe { self.comm.matmul_reduce_scatter_at(&product, 0, &self.stream) };
+        let refused = unsafe { self.comm.matmul_reduce_scatter_at(&gemm, 0, &self.stream) };
         let error = expect_error(refused, "a product on another device")?;
         self.tally.expect(&format!("{error}"), error.is_unsupported());
         self.comm.barrier(&self.stream)?;

@@ -9,7 +9,7 @@ use symmpool_collectives::{
 
 use crate::cuda::{download, upload};
 use crate::matmul::{
-    Matmul, POISON, ProductCall, SCALES, by_columns, bytes_of, bytes_of_scales, number,
+    Matmul, MatmulCall, POISON, SCALES, by_columns, bytes_of, bytes_of_scales, number,
 };
 use crate::{ORDINARY, Options};
 
@@ -198,7 +198,7 @@ impl Matmul<'_> {
         found.collect()
     }
 
-    fn gather_product<'a>(
+    fn gather_operands<'a>(
         case: &Case,
         memory: &Memory,
         rights: &'a [RightMatrix],
@@ -240,18 +240,18 @@ impl Matmul<'_> {
     fn gather_case(&mut self, case: &Case) -> Result<()> {
         let memory = self.gather_memory(case)?;
         let rights = Self::gather_rights(case, &memory);
-        let product = Self::gather_product(case, &memory, &rights);
+        let gemm = Self::gather_operands(case, &memory, &rights);
         self.repeat(
             900,
             // SAFETY: the blocks are as long as the products need, and nothing else uses them.
-            |gather| unsafe { gather.comm.all_gather_matmul_at(&product, 0, &gather.stream) },
+            |gather| unsafe { gather.comm.all_gather_matmul_at(&gemm, 0, &gather.stream) },
             |gather, seed| gather.gather_upload(case, &memory, seed),
             |gather, seed| gather.compare_all(case, &memory, seed),
         )
     }
 
     /// A product, for checks of all kinds of calls.
-    pub(crate) fn call_of_gather(&self) -> Result<ProductCall<'_>> {
+    pub(crate) fn call_of_gather(&self) -> Result<MatmulCall<'_>> {
         let case = Case {
             rows: 130,
             batches: 1,
@@ -269,9 +269,9 @@ impl Matmul<'_> {
         let zeros = (memory.control.address(), memory.control.len());
         let call = move |comm: &Communicator, stream: &Stream| {
             let rights = Self::gather_rights(&case, &memory);
-            let product = Self::gather_product(&case, &memory, &rights);
+            let gemm = Self::gather_operands(&case, &memory, &rights);
             // SAFETY: the blocks are as long as the products need, and nothing else uses them.
-            unsafe { comm.all_gather_matmul_at(&product, 0, stream) }
+            unsafe { comm.all_gather_matmul_at(&gemm, 0, stream) }
         };
         Ok(("all_gather_matmul", Rc::new(call), output, zeros))
     }
@@ -295,8 +295,8 @@ impl Matmul<'_> {
     fn gather_refusals(&mut self, case: &Case) -> Result<()> {
         let memory = self.gather_memory(case)?;
         let rights = Self::gather_rights(case, &memory);
-        let right = Self::gather_product(case, &memory, &rights);
-        let many = [rights[0]; MatmulGather::MAX_PRODUCTS + 1];
+        let right = Self::gather_operands(case, &memory, &rights);
+        let many = [rights[0]; MatmulGather::MAX_PROBLEMS + 1];
         let is_alone = self.pool.world() == 1;
         for (wrong, is_wrong_alone) in [
             (MatmulGather { rights: &[], ..right }, true),

@@ -1,5 +1,5 @@
 //! Checks copies by copy engines with signals by memory operations: rings of puts and gets, graphs of them that are replayed,
-//! the steps of fused products, and waits that run out.
+//! the steps of fused matmuls, and waits that run out.
 
 use std::time::{Duration, Instant};
 
@@ -123,7 +123,7 @@ impl Ring<'_> {
         })
     }
 
-    /// The steps of a fused product.
+    /// The steps of a fused matmul.
     fn products(&mut self) -> Result<()> {
         let shape = MatmulShape {
             kind: MatmulKind::AllGatherMatmul,

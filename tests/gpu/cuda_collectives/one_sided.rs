@@ -240,7 +240,7 @@ impl Sided<'_> {
                 println!("{error}");
             }
         }
-        // Invalid arguments are refused, and do not close the communicator.
+        // Invalid arguments are refused, and do not fail the communicator.
         let refused = [
             self.comm.signal(self.pool.world(), 0, &stream),
             self.comm.wait(before, Communicator::CHANNELS, self.long(), &stream),

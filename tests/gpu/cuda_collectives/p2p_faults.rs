@@ -249,7 +249,7 @@ impl Faults<'_> {
         self.refused()
     }
 
-    /// Messages to no other rank are refused, and do not close the communicator; nor does a message that both ends
+    /// Messages to no other rank are refused, and do not fail the communicator; nor does a message that both ends
     /// refuse.
     fn refused(&mut self) -> Result<()> {
         let comm = self.comm()?;

@@ -311,7 +311,7 @@ impl<'a> Plans<'a> {
         graphs.into_iter().try_for_each(|graph| graph.destroy(self.pool))
     }
 
-    /// Calls that cannot be made are errors on all ranks, and close the communicator.
+    /// Calls that cannot be made are errors on all ranks, and fail the communicator.
     fn refusals(&mut self) -> Result<()> {
         let world = self.pool.world();
         let plan = programs::two_shot(world);

@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use cudarc::driver::sys;
 
 use super::api::{AllocationProp, Code, DriverApi, FABRIC_HANDLE_BYTES};
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::{Error, Result};
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
@@ -167,8 +167,8 @@ fn no_addresses(bytes: u64, align: u64, why: &str) -> Error {
     Error::out_of_memory(format!(
         "cannot reserve {} of device addresses aligned to {}: {why}; lower the stride of the heap \
          or the number of ranks",
-        Amount(bytes),
-        Amount(align)
+        ByteSize(bytes),
+        ByteSize(align)
     ))
 }
 

@@ -7,7 +7,7 @@
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::{Error, Result};
 
 /// The files in which the kernel reports memory and control groups.
@@ -41,8 +41,8 @@ pub(super) fn check(bytes: u64) -> Result<()> {
         "{} of host memory asked for, {} available according to {}; free memory, make pools \
          smaller, raise that limit or, if that number means nothing here, turn \
          HostOptions::check_available off",
-        Amount(bytes),
-        Amount(available.bytes),
+        ByteSize(bytes),
+        ByteSize(available.bytes),
         available.source
     )))
 }

@@ -11,7 +11,7 @@ use rustix::io::{Errno, FdFlags};
 use rustix::process::{Resource, getrlimit};
 
 use super::{HostOptions, available, scratch};
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::descriptors::within_hard_limit;
 use crate::{Error, Result};
 
@@ -53,7 +53,7 @@ fn check_file_size(bytes: u64) -> Result<()> {
         Some(limit) if bytes > limit => Err(Error::out_of_memory(format!(
             "a segment of {} is a file larger than this process may make: RLIMIT_FSIZE (ulimit -f) is \
              {limit} bytes; raise it",
-            Amount(bytes)
+            ByteSize(bytes)
         ))),
         _ => Ok(()),
     }
@@ -108,7 +108,7 @@ pub(super) fn import(fd: OwnedFd, bytes: u64) -> Result<OwnedFd> {
         Error::refused(format!(
             "a peer handed over a descriptor that is not a memory file ({cause}); expected a \
              segment of {}",
-            Amount(bytes)
+            ByteSize(bytes)
         ))
     })?;
     if !seals.contains(SEALS) || seals.intersects(SealFlags::WRITE | SealFlags::FUTURE_WRITE) {
@@ -137,10 +137,10 @@ fn no_memory(bytes: u64, cause: Errno) -> Error {
             Error::out_of_memory(format!(
                 "the system has not {} of memory to give: {cause}; free memory or make pools \
                  smaller",
-                Amount(bytes)
+                ByteSize(bytes)
             ))
         }
-        _ => Error::system(format!("committing a segment of {}", Amount(bytes)), cause),
+        _ => Error::system(format!("committing a segment of {}", ByteSize(bytes)), cause),
     }
 }
 

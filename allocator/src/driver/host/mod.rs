@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex};
 
 use super::mappings::{Mappings, check_reserve, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::sync::lock_leaf;
 use crate::{Error, Result};
 
@@ -128,7 +128,7 @@ fn find<'a>(
         Error::invalid_argument(format!(
             "no segment {} of {} in this driver",
             physical.raw(),
-            Amount(physical.bytes())
+            ByteSize(physical.bytes())
         ))
     })
 }

@@ -14,7 +14,7 @@ use std::ptr;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::{Error, Result};
 
 const PAGE: usize = 4096;
@@ -24,7 +24,7 @@ fn no_room(bytes: u64, cause: impl std::fmt::Display) -> Error {
     Error::out_of_memory(format!(
         "cannot reserve {} of addresses: {cause}; raise the address space limit (ulimit -v), or \
          lower the stride of the heap or the number of ranks",
-        Amount(bytes)
+        ByteSize(bytes)
     ))
 }
 
@@ -66,7 +66,7 @@ fn trim(start: usize, bytes: usize) {
 pub(super) unsafe fn unreserve(base: u64, bytes: u64) -> Result<()> {
     // SAFETY: by the contract the range is ours and unused.
     unsafe { rustix::mm::munmap(base as *mut c_void, bytes as usize) }.map_err(|cause| {
-        Error::system(format!("giving back {} of addresses at {base:#x}", Amount(bytes)), cause)
+        Error::system(format!("giving back {} of addresses at {base:#x}", ByteSize(bytes)), cause)
     })
 }
 
@@ -144,7 +144,7 @@ pub(super) unsafe fn unmap(address: u64, bytes: u64) -> Result<()> {
     let (at, length) = (address as *mut c_void, bytes as usize);
     // SAFETY: MAP_FIXED replaces only a segment that by the contract is ours and unused.
     unsafe { rustix::mm::mmap_anonymous(at, length, ProtFlags::empty(), flags) }.map_err(
-        |cause| Error::system(format!("unmapping {} at {address:#x}", Amount(bytes)), cause),
+        |cause| Error::system(format!("unmapping {} at {address:#x}", ByteSize(bytes)), cause),
     )?;
     Ok(())
 }
@@ -193,8 +193,8 @@ fn mapping_failed(bytes: u64, cause: Errno) -> Error {
         return Error::out_of_memory(format!(
             "cannot map {}: {cause}; this process may have used up vm.max_map_count: raise it, or \
              use fewer and larger segments",
-            Amount(bytes)
+            ByteSize(bytes)
         ));
     }
-    Error::system(format!("mapping {}", Amount(bytes)), cause)
+    Error::system(format!("mapping {}", ByteSize(bytes)), cause)
 }

@@ -20,7 +20,7 @@ use runs::Runs;
 
 use super::mappings::{Mappings, check_reserve, check_size};
 use super::{DeviceIdentity, Exported, MemoryDriver, Physical, Reservation, Transport};
-use crate::amount::Amount;
+use crate::byte_size::ByteSize;
 use crate::testing::SplitMix64;
 use crate::{Error, Result};
 
@@ -80,7 +80,7 @@ impl SimDriver {
         if !granularity.is_power_of_two() || granularity > LOWEST {
             return Err(Error::invalid_argument(format!(
                 "a granularity of {granularity} bytes; expected a power of two of at most {}",
-                Amount(LOWEST)
+                ByteSize(LOWEST)
             )));
         }
         Ok(Self::build(seed, bytes, granularity))
@@ -112,7 +112,7 @@ impl State {
             .get_mut(&raw)
             .filter(|segment| segment.bytes == bytes && !segment.released)
             .ok_or_else(|| {
-                Error::invalid_argument(format!("no segment {raw} of {} here", Amount(bytes)))
+                Error::invalid_argument(format!("no segment {raw} of {} here", ByteSize(bytes)))
             })
     }
 
@@ -165,9 +165,9 @@ unsafe impl MemoryDriver for SimDriver {
         }
         Err(Error::out_of_memory(format!(
             "no room for {} of addresses aligned to {} among the {} that are simulated",
-            Amount(bytes),
-            Amount(align),
-            Amount(HIGHEST - LOWEST)
+            ByteSize(bytes),
+            ByteSize(align),
+            ByteSize(HIGHEST - LOWEST)
         )))
     }
 
@@ -181,9 +181,9 @@ unsafe impl MemoryDriver for SimDriver {
         if bytes > self.limit - state.used {
             return Err(Error::out_of_memory(format!(
                 "{} asked for, {} of the simulated {} in use",
-                Amount(bytes),
-                Amount(state.used),
-                Amount(self.limit)
+                ByteSize(bytes),
+                ByteSize(state.used),
+                ByteSize(self.limit)
             )));
         }
         state.used += bytes;

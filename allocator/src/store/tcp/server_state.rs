@@ -224,7 +224,7 @@ impl ServerState {
                     self.met |= gather.declared;
                     missing = gather.gathering.missing();
                     if let Some(rank) = gather.waiting.remove(&client) {
-                        gather.gathering.withdraw(rank);
+                        gather.gathering.leave(rank);
                     }
                     if gather.gathering.is_spent() {
                         self.gathers.remove(key);

@@ -3,7 +3,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PRODUCTS, MatrixView, SCRATCH_BYTES, TILE,
+    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PROBLEMS, MatrixView, SCRATCH_BYTES, TILE,
     are_aligned, are_batches, are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
@@ -37,7 +37,7 @@ pub struct MatmulGather<'a> {
     pub left: MatrixView,
     /// A factor of all products, as [`RightMatrix::scale`].
     pub left_scale: u64,
-    /// The right matrices, at most [`Self::MAX_PRODUCTS`]. Ranks may have different ones.
+    /// The right matrices, at most [`Self::MAX_PROBLEMS`]. Ranks may have different ones.
     pub rights: &'a [RightMatrix],
     /// Whether rows of the right matrices in memory are theirs, which 8-bit floats cannot be; else they are columns.
     pub right_by_rows: bool,
@@ -67,7 +67,7 @@ impl MatmulGather<'_> {
     /// Bytes of [`Self::scratch`] that are enough on every device.
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Right matrices of a call at most.
-    pub const MAX_PRODUCTS: usize = MAX_PRODUCTS;
+    pub const MAX_PROBLEMS: usize = MAX_PROBLEMS;
     /// Rows of a tile: in each of several batches, the number of a rank's rows is a multiple of it.
     pub const BATCH_ROWS: usize = BATCH_ROWS;
 
@@ -130,7 +130,7 @@ impl MatmulGather<'_> {
             let right = (each.right, right_by_rows);
             are_sizes(&[each.columns]) && are_aligned(dtype, right, each.out, (inner, each.columns))
         });
-        if (1..=Self::MAX_PRODUCTS).contains(&self.rights.len())
+        if (1..=Self::MAX_PROBLEMS).contains(&self.rights.len())
             && are_types(dtype, self.out_dtype, right_by_rows, scaled)
             && are_sizes(&[self.rows, inner])
             && are_batches(self.rows, self.batches)
@@ -144,7 +144,7 @@ impl MatmulGather<'_> {
             "products of tensor cores: {self:?}; {}, a left matrix of {pitch} bytes from row to row, 1 to {} right ones, and \
              a multiple of {} rows in each of several batches",
             taken(),
-            Self::MAX_PRODUCTS,
+            Self::MAX_PROBLEMS,
             Self::BATCH_ROWS
         )))
     }
@@ -161,7 +161,7 @@ mod tests {
         scale: 0,
     };
 
-    fn product(rights: &[RightMatrix]) -> MatmulGather<'_> {
+    fn gemm(rights: &[RightMatrix]) -> MatmulGather<'_> {
         MatmulGather {
             dtype: DType::Bf16,
             out_dtype: DType::Bf16,
@@ -182,9 +182,9 @@ mod tests {
     #[test]
     fn what_tensor_cores_cannot_be_given_is_refused() {
         let fine = [RIGHT; 4];
-        let right = product(&fine);
+        let right = gemm(&fine);
         right.check().expect("it fits");
-        product(&fine[..1]).check().expect("one fits");
+        gemm(&fine[..1]).check().expect("one fits");
         MatmulGather { rows: 768, batches: 3, ..right }.check().expect("it fits");
         let fp8 = MatmulGather {
             dtype: DType::F8E4m3,
@@ -219,15 +219,15 @@ mod tests {
     fn chunks_are_all_rows_in_order_and_few() {
         let rights = [RIGHT];
         for (rows, inner) in [(1, 8), (300, 40), (1024, 4096), (8192, 8192), (70_000, 100)] {
-            let product = MatmulGather { rows, inner, ..product(&rights) };
-            assert!((1..=MAX_CHUNKS).contains(&product.chunks()), "{rows} x {inner}");
+            let gemm = MatmulGather { rows, inner, ..gemm(&rights) };
+            assert!((1..=MAX_CHUNKS).contains(&gemm.chunks()), "{rows} x {inner}");
             let mut end = 0;
-            for nth in 0..product.chunks() {
-                let (from, to) = product.chunk(nth);
+            for nth in 0..gemm.chunks() {
+                let (from, to) = gemm.chunk(nth);
                 assert!(from == end && to > from, "{rows} x {inner}: {from} to {to}");
                 end = to;
             }
-            assert_eq!(end as usize, product.part_bytes());
+            assert_eq!(end as usize, gemm.part_bytes());
         }
     }
 }

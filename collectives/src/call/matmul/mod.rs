@@ -1,14 +1,14 @@
-//! Fused products of matrices: what ranks compare before one, and the operands of those that tensor cores make.
+//! Fused matmuls: what ranks compare before one, and the operands of those that tensor cores make.
 
-mod few;
 mod gather;
 mod scatter;
 pub(crate) mod shape;
+mod small_m;
 
-pub use self::few::MatmulAllReduce;
 pub use self::gather::{MatmulGather, RightMatrix};
 pub(crate) use self::scatter::TILE_BYTES;
 pub use self::scatter::{MatmulScatter, MatmulTerm};
+pub use self::small_m::MatmulAllReduce;
 use crate::MatmulShape;
 
 use super::{Call, OpType};
@@ -29,8 +29,8 @@ const BATCH_ROWS: usize = TILE.0;
 pub(crate) const CLUSTER: usize = 2;
 /// Chunks of a part at most: `MAX_CHUNKS` in `fused/matmul_work.cuh`.
 pub(crate) const MAX_CHUNKS: usize = 8;
-/// Products of a call at most: `MAX_PRODUCTS` in `fused/matmul_work.cuh`.
-pub(crate) const MAX_PRODUCTS: usize = 4;
+/// Products of a call at most: `MAX_PROBLEMS` in `fused/matmul_work.cuh`.
+pub(crate) const MAX_PROBLEMS: usize = 4;
 /// Bytes of the memory that calls keep their flags in.
 const CONTROL_BYTES: usize = 4096;
 /// Bytes of the sums of a tile.

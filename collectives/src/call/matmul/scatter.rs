@@ -3,7 +3,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::{
-    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PRODUCTS, MatrixView, SCRATCH_BYTES, TILE,
+    BATCH_ROWS, CLUSTER, CONTROL_BYTES, MAX_CHUNKS, MAX_PROBLEMS, MatrixView, SCRATCH_BYTES, TILE,
     are_aligned, are_batches, are_sizes, are_types, taken, tile_columns, tile_rows,
 };
 use crate::DType;
@@ -72,7 +72,7 @@ impl MatmulScatter<'_> {
     /// Bytes of [`Self::scratch`] that are enough on every device.
     pub const SCRATCH_BYTES: usize = SCRATCH_BYTES;
     /// Products of a call at most.
-    pub const MAX_TERMS: usize = MAX_PRODUCTS;
+    pub const MAX_TERMS: usize = MAX_PROBLEMS;
     /// Rows of a tile: in each of several batches, the number of a part's rows is a multiple of it.
     pub const BATCH_ROWS: usize = BATCH_ROWS;
 
@@ -153,7 +153,7 @@ mod tests {
         inner: 200,
     };
 
-    fn product(terms: &[MatmulTerm]) -> MatmulScatter<'_> {
+    fn gemm(terms: &[MatmulTerm]) -> MatmulScatter<'_> {
         MatmulScatter {
             dtype: DType::Bf16,
             out_dtype: DType::Bf16,
@@ -174,9 +174,9 @@ mod tests {
     #[test]
     fn what_tensor_cores_cannot_be_given_is_refused() {
         let four = [TERM, MatmulTerm { inner: 8, ..TERM }, TERM, TERM];
-        let right = product(&four);
+        let right = gemm(&four);
         right.check().expect("it fits");
-        product(&four[..1]).check().expect("one fits");
+        gemm(&four[..1]).check().expect("one fits");
         let fp8 = MatmulScatter { dtype: DType::F8E4m3, right_by_rows: false, ..right };
         fp8.check().expect("it fits");
         MatmulScatter { scales: (16, 0), out_dtype: DType::F16, ..fp8 }.check().expect("it fits");
@@ -222,15 +222,15 @@ mod tests {
         for (rows, columns) in
             [(1, 1), (128, 256), (512, 4096), (1024, 4096), (8192, 8192), (70_000, 300)]
         {
-            let product = MatmulScatter { rows, columns, ..product(&[TERM]) };
-            let all = product.part_bytes() / TILE_BYTES;
-            let each = product.chunk_tiles(2);
+            let gemm = MatmulScatter { rows, columns, ..gemm(&[TERM]) };
+            let all = gemm.part_bytes() / TILE_BYTES;
+            let each = gemm.chunk_tiles(2);
             assert!(each.is_multiple_of(CLUSTER) && all.is_multiple_of(CLUSTER));
             assert!(
                 (1..=MAX_CHUNKS).contains(&all.div_ceil(each)),
                 "{rows} x {columns}: {each} of {all}"
             );
-            assert_eq!(MatmulScatter::parts_bytes(rows, columns, 4), 6 * product.part_bytes());
+            assert_eq!(MatmulScatter::parts_bytes(rows, columns, 4), 6 * gemm.part_bytes());
         }
         assert_eq!(MatmulScatter::parts_bytes(128, 256, 1), 0);
     }

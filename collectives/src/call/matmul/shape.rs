@@ -1,8 +1,8 @@
-//! A fused product of matrices, as ranks compare it.
+//! A fused matmul of matrices, as ranks compare it.
 
 use crate::DType;
 
-/// Communication of a fused product of matrices.
+/// Communication of a fused matmul.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -47,7 +47,7 @@ impl MatmulKind {
         Self::ALL.into_iter().find(|kind| *kind as u8 == code)
     }
 }
-/// A fused product of matrices, as ranks compare it.
+/// A fused matmul of matrices, as ranks compare it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MatmulShape {
     /// Communication of the product.

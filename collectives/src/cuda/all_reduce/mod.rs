@@ -5,7 +5,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `one_shot`, `one_shot_ll128`, `one_shot_pull` | every rank reduces everything |
-//! | `two_shot`, `two_shot_pull`, `two_shot_push`, `two_shot_copy`, `two_shot_stages` | every rank reduces a share |
+//! | `two_shot`, `two_shot_pull`, `two_shot_push`, `two_shot_copy`, `two_shot_pipeline` | every rank reduces a share |
 //! | `constraints` | what decides which all-reduce can serve a call |
 //! | `reduction_call` | a call of a reduction whose arguments were checked |
 //! | `row` | a row of the table, and what its launch is given |
@@ -20,9 +20,9 @@ pub(in crate::cuda) mod reduction_call;
 pub(in crate::cuda) mod row;
 pub(in crate::cuda) mod two_shot;
 pub(in crate::cuda) mod two_shot_copy;
+pub(in crate::cuda) mod two_shot_pipeline;
 mod two_shot_pull;
 mod two_shot_push;
-pub(in crate::cuda) mod two_shot_stages;
 
 use std::collections::BTreeSet;
 
@@ -43,7 +43,7 @@ pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
     two_shot::LL_ROW,
     two_shot_pull::ROW,
     two_shot_copy::ROW,
-    two_shot_stages::ROW,
+    two_shot_pipeline::ROW,
 ];
 
 /// The kernels of all of them, each once.
@@ -84,7 +84,7 @@ impl AllReduceShape {
     pub(in crate::cuda) fn through_scratch(&self, control: &Control) -> Name {
         let push = Name::TwoShotPush;
         let pushes = self.can_serve(push, control) && self.pays_off(push, control);
-        if pushes { push } else { Name::TwoShotStages }
+        if pushes { push } else { Name::TwoShotPipeline }
     }
 
     pub(in crate::cuda) fn can_serve(&self, algorithm: Name, control: &Control) -> bool {

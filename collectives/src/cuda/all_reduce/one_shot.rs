@@ -10,15 +10,15 @@ use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
-    BOTH, F32, FEW_AND_MOST, Kernel, LAMPORT, LAMPORT_DTYPES, LL, ONE, OTHERS, SOME_DTYPES, SUM,
-    WIDE,
+    BOTH, F32, Kernel, LAMPORT, LAMPORT_DTYPES, LL, ONE, OTHERS, SOME_DTYPES, SUM, WIDE,
+    WORLDS_OF_2_AND_8,
 };
 
 /// All-reduce in one shot through inboxes.
 pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
     "all_reduce" / "one_shot",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE, ONE, LL],
-    [FEW_AND_MOST, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],
+    [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, WIDE, ONE, LL],
+    [WORLDS_OF_2_AND_8, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],
     [OTHERS, F32, SUM, WIDE, ONE, BOTH],
     // An average of integers divides.
     [("WORLD", &["4"]), ("DTYPE", &["6"]), ("OP", &["5"]), WIDE, ONE, LL],

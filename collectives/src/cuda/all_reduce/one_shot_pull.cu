@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);
     const u64 scratch = comm.scratch;
-    const Split split(input.vectors(), call.peer_blocks);
+    const EvenSplit split(input.vectors(), call.peer_blocks);
 #pragma unroll 1
     for (u32 index = peer_blocks.first; index < peer_blocks.end; ++index) {
         const Range range = split[index];

@@ -13,8 +13,8 @@ use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES, THREADS};
 use crate::cuda::layout::params::Control;
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
-    ABOVE_4, ALL_REDUCE, BOTH, BYTES, F32, FEW, Kernel, LAMPORT, LAMPORT_DTYPES, LL, MOVES, NARROW,
-    ODD_ABOVE_4, ONE, OTHERS_UP_TO_4, REDUCTIONS, SOME_DTYPES, SUM, TWO, UP_TO_4, WIDE,
+    ABOVE_4, ALL_REDUCE, BOTH, BYTES, F32, Kernel, LAMPORT, LAMPORT_DTYPES, LL, MOVES, NARROW,
+    ODD_ABOVE_4, ONE, OTHERS_UP_TO_4, REDUCTIONS, SOME_DTYPES, SUM, TWO, UP_TO_4, WIDE, WORLD_OF_2,
 };
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
@@ -28,9 +28,9 @@ const INBOX_LAUNCHES: u64 = 4;
 /// All-reduce in two shots through inboxes; reduce-scatter, all-gather and broadcast, which are one of the shots.
 pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
     "all_reduce" / "two_shot",
-    [FEW, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
+    [WORLD_OF_2, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
     [UP_TO_4, WIDE, ONE, BYTES, SUM, MOVES, LL],
-    [FEW, WIDE, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
+    [WORLD_OF_2, WIDE, ONE, LAMPORT_DTYPES, SUM, REDUCTIONS, LAMPORT],
     [UP_TO_4, WIDE, TWO, ("DTYPE", &["1", "3", "4"]), SUM, REDUCTIONS, LAMPORT],
     [ABOVE_4, NARROW, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
     [ABOVE_4, NARROW, ONE, BYTES, SUM, MOVES, LL],

@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);
-    const Split split(input.vectors(), grid_blocks());
+    const EvenSplit split(input.vectors(), grid_blocks());
     const Range range = split[blockIdx.x];
     if (WORLD == 2 && call.root == IN_OUTPUT) {
         const Source theirs(call.output, call.bytes);

@@ -9,7 +9,7 @@ use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::jit::kernel_beside;
-use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE};
+use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
 
 /// Bytes of a longer call, of all ranks' shares together, that scratch must hold at once for copy engines to
 /// be worth their start-up time in every round. From `cuda_collectives bench` on 4 H200s.
@@ -18,7 +18,7 @@ const COPY_ROUND_BYTES: u64 = 256 << 20;
 /// Reduces what copy engines carry of an all-reduce.
 pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
     "all_reduce" / "two_shot_copy",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, WIDE],
     [OTHERS, F32, SUM, WIDE],
 );
 

@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     const RankChunks<GATHERS> shares(call);
     const u64 end = shares.of(call.input, comm.rank).vectors();
-    const Split split(shares.vectors(), call.peer_blocks);
+    const EvenSplit split(shares.vectors(), call.peer_blocks);
 #pragma unroll 1
     for (u32 index = peer_blocks.first; index < peer_blocks.end; ++index) {
         const Range range = split[index];

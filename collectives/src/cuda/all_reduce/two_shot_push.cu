@@ -1,5 +1,5 @@
 //! All-reduce in two shots for data that no inbox can hold, and that scratch can: shares are pushed into the peers'
-//! scratch, and results into the peers' outputs, which are windows. `two_shot_stages.cu` is for more data.
+//! scratch, and results into the peers' outputs, which are windows. `two_shot_pipeline.cu` is for more data.
 //! Defines: WORLD, DTYPE, OP, THREADS.
 //!
 //! Peer blocks wait for each other alone. A block sends all its data for one peer before it turns to the next, and
@@ -37,7 +37,7 @@ struct Push {
     const Call& call;
     const RankChunks<true> chunks;
     const PeerBlocks peer_blocks;
-    const Split split;
+    const EvenSplit split;
 
     __device__ __forceinline__ Push(const Session& s, const Call& c)
         : session(s), comm(s.comm), call(c), chunks(c), peer_blocks(c.peer_blocks),

@@ -10,7 +10,7 @@ use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::jit::kernel_beside;
-use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE};
+use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
 
 /// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
 /// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
@@ -22,7 +22,7 @@ const MAX_PUSH_BLOCKS: u32 = 128;
 /// All-reduce in two shots through scratch and into outputs.
 pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
     "all_reduce" / "two_shot_push",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, WIDE],
+    [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, WIDE],
     [OTHERS, F32, SUM, WIDE],
 );
 

@@ -3,7 +3,7 @@
 //!
 //! Every call of all ranks goes through [`CudaEngine::call`], the one place where its error is reported. A call that has put
 //! nothing on the device counts as declined: a handshake says so in its place, and if all ranks decline alike, the
-//! communicator stays usable. A call that fails behind its first handshake leaves peers in the middle of it, and closes the
+//! communicator stays usable. A call that fails behind its first handshake leaves peers in the middle of it, and fails the
 //! communicator. Then this rank departs: it writes so into the control blocks of the others, behind the calls that it has made
 //! and not behind what its streams wait for. All waits for it end by that, in kernels and of streams.
 //!
@@ -52,7 +52,7 @@ pub(super) struct Progress {
     reported: bool,
     /// Calls and messages that were declined during a capture, and how often. They are reported before the next one.
     late: BTreeMap<Declined, u64>,
-    /// Whether the call under way, or that of an open fused product, has marked where earlier calls end.
+    /// Whether the call under way, or that of an open fused matmul, has marked where earlier calls end.
     is_marked: bool,
     /// Whether this rank departs when the capture of the stream of its last call has ended.
     departs: bool,
@@ -116,25 +116,25 @@ impl CudaEngine {
         }
         self.progress.reported = true;
         self.end_capture(stream);
-        self.close_halfway(&why);
+        self.fail_mid_call(&why);
         why
     }
 
     /// Makes this rank's next call one that says that it was declined, so that the other ranks get an error
-    /// too. Returns why it was declined, or why the communicator is closed, if it is.
+    /// too. Returns why it was declined, or why the communicator has failed, if it has.
     #[cold]
     pub(crate) fn decline(&mut self, why: Error, stream: Stream) -> Error {
         if self.is_rehearsing() {
             return why;
         }
         self.progress.reported = true;
-        if let Err(closed) = self.ready() {
-            return closed;
+        if let Err(failed) = self.ready() {
+            return failed;
         }
-        self.report_or_close(Declined::Call, why, stream)
+        self.report_or_fail(Declined::Call, why, stream)
     }
 
-    /// Puts a message on the stream with `put`, which fails where it has put none, or closes the communicator. Its error is
+    /// Puts a message on the stream with `put`, which fails where it has put none, or fails the communicator. Its error is
     /// reported to the other end.
     pub(in super::super) fn message(
         &mut self,
@@ -156,29 +156,29 @@ impl CudaEngine {
         peer: u32,
         stream: Stream,
     ) -> Error {
-        if let Err(closed) = self.ready() {
-            return closed;
+        if let Err(failed) = self.ready() {
+            return failed;
         }
-        self.report_or_close(Declined::Message(direction, peer), why, stream)
+        self.report_or_fail(Declined::Message(direction, peer), why, stream)
     }
 
-    /// To be called where work that belongs to a call of all ranks failed behind its handshake: closes the communicator, and
+    /// To be called where work that belongs to a call of all ranks failed behind its handshake: fails the communicator, and
     /// notifies the other ranks. Returns what to report.
     #[cold]
     pub(crate) fn fail_halfway(&mut self, why: Error, stream: Stream) -> Error {
-        if let Err(closed) = self.ready() {
-            return closed;
+        if let Err(failed) = self.ready() {
+            return failed;
         }
         self.end_capture(stream);
-        self.close_halfway(&why);
+        self.fail_mid_call(&why);
         why
     }
 
-    fn report_or_close(&mut self, what: Declined, why: Error, stream: Stream) -> Error {
+    fn report_or_fail(&mut self, what: Declined, why: Error, stream: Stream) -> Error {
         if let Err(error) = self.report(what, stream) {
             tracing::warn!(%error, %why, ?what, "the other ranks cannot be notified of what was declined");
             // A later call must not stand for this one.
-            self.close_halfway(&why);
+            self.fail_mid_call(&why);
         }
         why
     }
@@ -192,25 +192,25 @@ impl CudaEngine {
         }
     }
 
-    fn close_halfway(&mut self, why: &Error) {
+    fn fail_mid_call(&mut self, why: &Error) {
         let rank = self.rank();
-        self.close(&why.clone().context(format!(
+        self.fail(&why.clone().context(format!(
             "rank {rank}: a call failed halfway, so this communicator has failed; make a new one"
         )));
     }
 
-    /// Closes the communicator: all later calls fail for the same reason, and this rank departs.
-    pub(crate) fn close(&mut self, why: &Error) {
+    /// Fails the communicator: all later calls fail for the same reason, and this rank departs.
+    pub(crate) fn fail(&mut self, why: &Error) {
         if self.failure().is_none() {
-            self.failure.close(why);
+            self.failure.set(why);
             self.depart_or_later();
         }
     }
 
-    /// Closes like [`Self::close`] where the host knows better than the device, which may have recorded meanwhile that
+    /// Fails like [`Self::fail`] where the host knows better than the device, which may have recorded meanwhile that
     /// another rank departed.
-    pub(crate) fn close_because(&mut self, why: &Error) {
-        self.failure.close(why);
+    pub(crate) fn fail_because(&mut self, why: &Error) {
+        self.failure.set(why);
         self.depart_or_later();
     }
 
@@ -334,12 +334,12 @@ impl CudaEngine {
     /// The errors of a call; `is_invalid_state` while the capture goes on.
     #[cold]
     pub(super) fn report_late(&mut self, stream: Stream) -> Result<()> {
-        if let Err(closed) = self.ready() {
+        if let Err(failed) = self.ready() {
             self.progress.late.clear();
             if self.progress.departs {
                 self.depart_or_later();
             }
-            return Err(closed);
+            return Err(failed);
         }
         let is_captured = self.is_capturing(stream);
         let on = if is_captured { self.stream_of_reports()? } else { stream };
@@ -354,7 +354,7 @@ impl CudaEngine {
         self.progress.late.clear();
         for (what, times) in late {
             for _ in 0..times {
-                self.declined_on(what, on).inspect_err(|why| self.close_halfway(why))?;
+                self.declined_on(what, on).inspect_err(|why| self.fail_mid_call(why))?;
             }
         }
         if is_captured {

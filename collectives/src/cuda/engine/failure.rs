@@ -130,7 +130,7 @@ impl Failure {
     }
 
     /// Makes that the reason why all calls fail, unless there is one.
-    pub(in crate::cuda) fn close(&self, why: &Error) {
+    pub(in crate::cuda) fn set(&self, why: &Error) {
         let _ = self.why.set(why.clone());
     }
 
@@ -212,11 +212,11 @@ mod tests {
             found
         };
         let (mut none, mut device) = (record(false), record(true));
-        let closed = failure(&mut none);
-        assert!(!closed.is_recorded() && closed.get().is_none());
-        closed.close(&Error::invalid_state("the host"));
-        closed.find(record(true));
-        assert!(closed.get().is_some_and(Error::is_invalid_state));
+        let failed = failure(&mut none);
+        assert!(!failed.is_recorded() && failed.get().is_none());
+        failed.set(&Error::invalid_state("the host"));
+        failed.find(record(true));
+        assert!(failed.get().is_some_and(Error::is_invalid_state));
         // The thread that ends waits, where no kernel has failed.
         let mut none = record(false);
         let waits = failure(&mut none);

@@ -58,8 +58,8 @@ impl CudaEngine {
         self.handshake_before_copies(call, stream)
     }
 
-    /// Opens a fused product, whose steps the caller puts on streams.
-    pub(crate) fn open_product(&mut self, call: Call, stream: Stream) -> Result<()> {
+    /// Opens a fused matmul, whose steps the caller puts on streams.
+    pub(crate) fn open_matmul(&mut self, call: Call, stream: Stream) -> Result<()> {
         self.handshake_only(call, stream)?;
         self.mark_earlier_calls(stream)
     }

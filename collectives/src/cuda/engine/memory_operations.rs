@@ -1,6 +1,6 @@
 //! Signals and waits that take no SM: stream memory operations.
 //!
-//! A stream that waits for a value in memory occupies no SM, so products of matrices beside it lose none. Flags lie in the
+//! A stream that waits for a value in memory occupies no SM, so matrix products beside it lose none. Flags lie in the
 //! control blocks: for each peer and channel a word that says whether the peer has signalled, and one that says whether the
 //! peer still has to take this rank's last signal. A signal is a write into the peer's memory. The driver puts a memory
 //! fence before it, so it comes behind all that the stream has written. (A copy of a word by a copy engine would come behind

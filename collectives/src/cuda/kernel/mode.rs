@@ -6,8 +6,8 @@ use crate::{DType, NormOutput};
 /// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_tiles.cuh`.
 const GEMM_SHARED_BYTES: u32 = 3 * (128 + 256) * 128 + 65_536 + 2 * 8192 + 32 * 16 + 1024;
 
-/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_few.cu`.
-const fn gemm_few_shared_bytes(tokens: u32) -> u32 {
+/// Bytes of shared memory of a block, and 1024 more for their alignment: `SHARED_BYTES` in `fused/matmul_small_m.cu`.
+const fn small_m_shared_bytes(tokens: u32) -> u32 {
     8 * (tokens + 128) * 128 + tokens * (128 + 4) * 4 + 2 * 8 * 16 + 1024
 }
 
@@ -21,14 +21,14 @@ pub(in crate::cuda) enum KernelMode {
         notify_companion: bool,
     },
     AllToAll(AllToAllMode),
-    /// One of the collectives that `two_shot.cu`, `two_shot_stages.cu` and `two_shot_pull.cu` run.
+    /// One of the collectives that `two_shot.cu`, `two_shot_pipeline.cu` and `two_shot_pull.cu` run.
     Collective(TwoShotCollective),
     OneSided(OneSidedMode),
     PointToPoint(P2pMode),
     Norm(NormMode),
     Experts(ExpertsMode),
     Matmul(MatmulMode),
-    FewRows(FewRowsMode),
+    SmallM(SmallMMode),
 }
 
 /// How a product of tensor cores is made.
@@ -48,7 +48,7 @@ impl MatmulMode {
 
 /// How a product of few rows is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(in crate::cuda) struct FewRowsMode {
+pub(in crate::cuda) struct SmallMMode {
     /// Layout of the right factor, as in [`MatmulMode`].
     pub(in crate::cuda) right_by_rows: bool,
     /// Blocks of a cluster, each of which has a part of the inner dimension: 2, 4 or 8.
@@ -65,7 +65,7 @@ pub(in crate::cuda) struct ExpertsMode {
     /// Whether a dispatch quantises tokens.
     pub(in crate::cuda) quantizes: bool,
     /// Whether no rank can have so many tokens that rows travel in any other way than through inboxes.
-    pub(in crate::cuda) only_few: bool,
+    pub(in crate::cuda) only_low_latency: bool,
 }
 
 /// Output that a fused all-reduce makes of the sum, and the division of rows among threads.
@@ -128,7 +128,7 @@ impl KernelMode {
     pub(in crate::cuda) fn shared_bytes(self) -> u32 {
         match self {
             Self::Matmul(_) => GEMM_SHARED_BYTES,
-            Self::FewRows(mode) => gemm_few_shared_bytes(mode.tokens),
+            Self::SmallM(mode) => small_m_shared_bytes(mode.tokens),
             _ => 0,
         }
     }
@@ -175,17 +175,17 @@ impl KernelMode {
                 let units = if units == 1 { "1" } else { "2" };
                 vec![("OUTPUT", output.name()), ("UNITS", units), ("HELD", number(held))]
             }
-            Self::Experts(ExpertsMode { by_expert, quantizes, only_few }) => vec![
+            Self::Experts(ExpertsMode { by_expert, quantizes, only_low_latency }) => vec![
                 ("BY_EXPERT", number(by_expert)),
                 ("QUANTIZES", number(quantizes)),
-                ("ONLY_FEW", number(only_few)),
+                ("ONLY_LOW_LATENCY", number(only_low_latency)),
             ],
             Self::Matmul(MatmulMode { right_by_rows, output_f16 }) => vec![
                 ("RIGHT_BY_ROWS", number(right_by_rows)),
                 ("OUTPUT_F16", number(output_f16)),
                 ("CLUSTER", power_of_two(CLUSTER as u32)),
             ],
-            Self::FewRows(FewRowsMode { right_by_rows, cluster, tokens }) => vec![
+            Self::SmallM(SmallMMode { right_by_rows, cluster, tokens }) => vec![
                 ("RIGHT_BY_ROWS", number(right_by_rows)),
                 ("CLUSTER", power_of_two(cluster)),
                 ("TOKENS", power_of_two(tokens)),

@@ -5,7 +5,7 @@ use crate::call::p2p::Direction;
 use crate::cuda::kernel::mode::P2pMode;
 use crate::jit::Kernel;
 use crate::jit::sources::P2P;
-use crate::jit::sources::{ALL_TO_ALL, BARRIER, BROADCAST_STAGES, MEASURED_BARRIER, ONE_SIDED};
+use crate::jit::sources::{ALL_TO_ALL, BARRIER, BROADCAST_PIPELINE, MEASURED_BARRIER, ONE_SIDED};
 use crate::{DType, ReduceOp};
 
 /// Most threads of a block; kernels are compiled for so many.
@@ -13,7 +13,7 @@ pub(in crate::cuda) const THREADS: u32 = 512;
 
 /// Threads of a block of a broadcast in stages. Two of these blocks run on an SM, so that one stores while the other
 /// waits for its stores to arrive before it raises a flag.
-pub(in crate::cuda) const STAGE_THREADS: u32 = 256;
+pub(in crate::cuda) const PIPELINE_THREADS: u32 = 256;
 
 /// Threads of a block of the kernel that runs a handshake alone.
 pub(in crate::cuda) const BARRIER_THREADS: u32 = 128;
@@ -23,7 +23,7 @@ const MEASURED_BARRIER_THREADS: u32 = 256;
 /// the link busy with sixteen blocks.
 pub(in crate::cuda) const P2P_THREADS: u32 = 512;
 /// Threads of a block of kernels that only signal or wait.
-pub(in crate::cuda) const FEW_THREADS: u32 = 32;
+pub(in crate::cuda) const WARP_THREADS: u32 = 32;
 
 /// Two-shot calls of more bytes get twice as many resident blocks, where registers suffice.
 pub(in crate::cuda) const MANY_BYTES: u64 = 4 << 20;
@@ -87,7 +87,7 @@ impl KernelSpec {
     pub(in crate::cuda) fn one_sided(mode: OneSidedMode) -> Self {
         let threads = match mode {
             OneSidedMode::Copy | OneSidedMode::CopyAndSignal => THREADS,
-            OneSidedMode::Signal | OneSidedMode::Wait => FEW_THREADS,
+            OneSidedMode::Signal | OneSidedMode::Wait => WARP_THREADS,
         };
         Self { mode: KernelMode::OneSided(mode), ..Self::new(&ONE_SIDED, threads) }
     }
@@ -101,8 +101,8 @@ impl KernelSpec {
     }
 
     /// A broadcast in stages.
-    pub(in crate::cuda) fn broadcast_stages() -> Self {
-        Self::new(&BROADCAST_STAGES, STAGE_THREADS)
+    pub(in crate::cuda) fn broadcast_pipeline() -> Self {
+        Self::new(&BROADCAST_PIPELINE, PIPELINE_THREADS)
     }
 
     /// The kernel of point-to-point messages in a direction.

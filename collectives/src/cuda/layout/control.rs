@@ -11,7 +11,7 @@ use crate::signal::channel::CHANNELS;
 /// How many counts a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
 
-/// Least bytes that an index has in a stage of `all_reduce/two_shot_stages.cu`: with less, fewer blocks lose less than
+/// Least bytes that an index has in a stage of `all_reduce/two_shot_pipeline.cu`: with less, fewer blocks lose less than
 /// flags cost. Not measured yet.
 const MIN_STAGE_BYTES: u64 = 16 << 10;
 /// Most blocks of a stage, which `two_shot_push` has too.

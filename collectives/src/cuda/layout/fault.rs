@@ -38,7 +38,7 @@ kernel_structs! {
         phase: u32,
         /// For `MISMATCH`, this rank's call description; for `COUNTS`, the pair and its two counts.
         ours: [u64; 4],
-        /// For `MISMATCH`, the peer's call description; for `GAVE_UP`, what its handshake is withdrawn with.
+        /// For `MISMATCH`, the peer's call description; for `PEER_FAILED`, the reason in its failed handshake.
         theirs: [u64; 4],
         pub(in crate::cuda) async_error: AsyncError,
     }
@@ -145,7 +145,7 @@ impl AsyncError {
 const TIMEOUT: u32 = 1;
 const MISMATCH: u32 = 2;
 const COUNTS: u32 = 3;
-const GAVE_UP: u32 = 4;
+const PEER_FAILED: u32 = 4;
 /// The two ends of a send and recv have different payloads.
 const PAYLOADS: u32 = 5;
 /// In place of the rank that was waited for: `REFUSED_MESSAGE` and `HALFWAY` in `symmpool/comm.cuh`.
@@ -201,14 +201,14 @@ impl Record {
                 timeout,
                 vec![rank],
             ),
-            GAVE_UP if (theirs[0] >> 32) as u32 & (REFUSED_MESSAGE | HALFWAY) != 0 => {
-                // The words, as departures and withdrawn handshakes have them.
+            PEER_FAILED if (theirs[0] >> 32) as u32 & (REFUSED_MESSAGE | HALFWAY) != 0 => {
+                // The words, as departures and failed handshakes have them.
                 let word = (theirs[0] >> 32) as u32;
                 let ends = (word & 0xff, word >> 8 & 0xff);
                 let error = if word & HALFWAY != 0 {
                     failed_halfway(rank, ends.0)
                 } else if word & MESSAGE_FOLLOWS == 0 {
-                    refused_elsewhere(rank, ends, Afterwards::Closed)
+                    refused_elsewhere(rank, ends, Afterwards::Failed)
                 } else {
                     refused_message(rank, ends, theirs[1], theirs[2])
                 };
@@ -218,8 +218,8 @@ impl Record {
                 }
                 error.context(format!("collective {epoch} on the device, which rank {peer} left"))
             }
-            GAVE_UP => {
-                // The upper half of the word, as `withdraw` in `symmpool/comm.cuh` writes it.
+            PEER_FAILED => {
+                // The upper half of the word, as `fail_handshake` in `symmpool/comm.cuh` writes it.
                 let missing = (theirs[0] >> 32) as u32;
                 let what = format!(
                     "rank {missing} in collective {epoch} on the device, as rank {peer} reported to rank \
@@ -292,7 +292,7 @@ impl Record {
 /// The error of `rank` where a message was refused, perhaps between other ranks.
 fn refused_message(rank: u32, ends: (u32, u32), sent: u64, expected: u64) -> Error {
     let payloads = (Payload::from_word(sent), Payload::from_word(expected));
-    payloads_differ(rank, ends, payloads, Afterwards::Closed)
+    payloads_differ(rank, ends, payloads, Afterwards::Failed)
 }
 
 /// The error of `rank` where another one failed in the middle of a call.
@@ -319,7 +319,7 @@ fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
         Some(_) if channel >= PIECE_CHANNELS => {
             "behind its copies in a collective by copy engines".to_owned()
         }
-        Some(step) => format!("in step {step} of a fused product of matrices"),
+        Some(step) => format!("in step {step} of a fused matmul"),
         None => format!("on channel {channel}, by memory operations"),
     };
     format!(
@@ -343,7 +343,7 @@ impl Record {
     /// departure behind the first one.
     pub(in crate::cuda) fn departed((peer, channel): (u32, u32), why: [u64; 3]) -> Self {
         let theirs = [why[0], why[1], why[2], 0];
-        Self { kind: GAVE_UP, peer, phase: MEMORY + channel, theirs, ..Self::default() }
+        Self { kind: PEER_FAILED, peer, phase: MEMORY + channel, theirs, ..Self::default() }
     }
 }
 
@@ -441,12 +441,15 @@ pub(in crate::cuda) mod tests {
             assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
         }
         for missing in [1, 2] {
-            let gave_up =
-                || Record { theirs: [missing << 32, 0, 0, 0], peer: 0, ..record_of(GAVE_UP, 0) };
-            let late = gave_up().error(&there);
+            let failed = || Record {
+                theirs: [missing << 32, 0, 0, 0],
+                peer: 0,
+                ..record_of(PEER_FAILED, 0)
+            };
+            let late = failed().error(&there);
             assert!(late.is_timeout() && late.ranks() == [missing as u32], "{late}");
             assert!(late.to_string().contains("as rank 0 reported to rank 1"), "{late}");
-            assert_eq!(gave_up().error(&gone).is_peer_lost(), missing == 2);
+            assert_eq!(failed().error(&gone).is_peer_lost(), missing == 2);
         }
         let companion = Record { peer: 1, ..record_of(TIMEOUT, COMPANION) }.error(&there);
         assert!(companion.is_timeout() && companion.ranks() == [1], "{companion}");
@@ -463,7 +466,7 @@ pub(in crate::cuda) mod tests {
         let refused = Record { ours: [2, 1, words[0], words[1]], ..record_of(PAYLOADS, RECEIVING) };
         let ends = REFUSED_MESSAGE | 1 << 8 | 2;
         let theirs = [u64::from(MESSAGE_FOLLOWS | ends) << 32, words[0], words[1], 0];
-        let left = Record { theirs, peer: 1, ..record_of(GAVE_UP, 0) };
+        let left = Record { theirs, peer: 1, ..record_of(PEER_FAILED, 0) };
         for error in [refused.error(&there), left.error(&there)] {
             assert!(error.is_diverged() && error.ranks() == [1, 2], "{error}");
             let text = error.to_string();
@@ -472,12 +475,12 @@ pub(in crate::cuda) mod tests {
         }
         assert!(left.error(&there).to_string().contains("which rank 1 left"));
         let theirs = [u64::from(ends) << 32, 7, 7, 7];
-        let elsewhere = Record { theirs, peer: 3, ..record_of(GAVE_UP, 0) }.error(&there);
+        let elsewhere = Record { theirs, peer: 3, ..record_of(PEER_FAILED, 0) }.error(&there);
         assert!(elsewhere.is_diverged() && elsewhere.ranks() == [1, 2], "{elsewhere}");
         assert!(elsewhere.to_string().contains("rank 2 sends to rank 1"), "{elsewhere}");
         for (phase, context) in [(0, true), (CHANNEL + 3, false), (MEMORY + 17, false)] {
             let theirs = [u64::from(halfway_reason(2)) << 32, 7, 7, 7];
-            let error = Record { theirs, ..record_of(GAVE_UP, phase) }.error(&there);
+            let error = Record { theirs, ..record_of(PEER_FAILED, phase) }.error(&there);
             assert!(error.is_diverged() && error.ranks() == [2], "{error}");
             let text = error.to_string();
             assert!(text.contains("rank 2 failed in the middle of a call, as rank 1"), "{text}");

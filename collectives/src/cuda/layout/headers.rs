@@ -7,8 +7,8 @@ use symmpool_allocator::Result;
 
 use super::fault::{AsyncError, Record};
 use super::params::{
-    AreaFlags, CallParams, Comm, Departure, LocalState, MatmulFewWork, MatmulProduct, MatmulWork,
-    NormWork, PlanWork, SmLock, Split, Traffic,
+    AreaFlags, CallParams, Comm, Departure, GemmProblem, LocalState, MatmulSmallMWork, MatmulWork,
+    NormWork, PlanWork, SmLock, StreamK, Traffic,
 };
 use crate::call::experts::ExpertsWork;
 use crate::jit::tests::{compilers, options};
@@ -68,10 +68,10 @@ fn headers() -> Vec<Header> {
             includes: &["symmpool/ptx_tensor.cuh", "symmpool/types.cuh"],
             pointed_at: &["MatmulControl"],
             structs: vec![
-                layout::<MatmulProduct>(),
-                layout::<Split>(),
+                layout::<GemmProblem>(),
+                layout::<StreamK>(),
                 layout::<MatmulWork>(),
-                layout::<MatmulFewWork>(),
+                layout::<MatmulSmallMWork>(),
             ],
         },
     ]

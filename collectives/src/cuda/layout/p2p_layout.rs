@@ -9,25 +9,25 @@ use super::params::ChannelEnd;
 use crate::call::p2p::Direction;
 use crate::signal::channel::CHANNELS;
 
-/// Most chunks of a lane that are under way: `SLOTS` in `p2p/p2p.cu`.
+/// Most chunks of a stripe that are under way: `SLOTS` in `p2p/p2p.cu`.
 const SLOTS: u64 = 4;
 
-/// Most lanes of a message, and of the messages of all peers: `MAX_LANES` and `SHARED_LANES` in `p2p/p2p.cu`. Kernels
+/// Most stripes of a message, and of the messages of all peers: `MAX_STRIPES` and `SHARED_STRIPES` in `p2p/p2p.cu`. Kernels
 /// of both directions then have 48 blocks, about a third of a large device.
-const MAX_LANES: u64 = 16;
+const MAX_STRIPES: u64 = 16;
 
-const SHARED_LANES: u64 = 24;
+const SHARED_STRIPES: u64 = 24;
 
-/// Bytes that are worth a lane, which is a block, of their own.
-const LANE_BYTES: u64 = 16 << 10;
+/// Bytes that are worth a stripe, which is a block, of their own.
+const STRIPE_BYTES: u64 = 16 << 10;
 
-/// A lane's data goes in this many chunks, so that the receiver handles one while the next arrives,
+/// A stripe's data goes in this many chunks, so that the receiver handles one while the next arrives,
 const CHUNKS: u64 = 4;
 
 /// unless chunks would have fewer bytes than this: sending a flag takes as long as so many bytes.
 const MIN_PACKET: u64 = 32 << 10;
 
-/// Lanes begin at multiples of so many bytes of the data, which are whole cache lines.
+/// Stripes begin at multiples of so many bytes of the data, which are whole cache lines.
 const LINE: u64 = 128;
 
 /// Where the slots and counts of point-to-point operations lie in a control block.
@@ -40,16 +40,16 @@ pub(in crate::cuda) struct P2pLayout {
     pub(in crate::cuda) slots: u64,
     pub(in crate::cuda) slot_bytes: u64,
     pub(in crate::cuda) peers: u64,
-    /// Lanes that each peer has slots for.
-    pub(in crate::cuda) lanes: u64,
+    /// Stripes that each peer has slots for.
+    pub(in crate::cuda) stripes: u64,
 }
 
 /// How a message is divided. Sender and receiver divide it in the same way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) struct Division {
-    pub(in crate::cuda) lanes: u64,
-    /// Bytes of each lane but the last one.
-    pub(in crate::cuda) lane_bytes: u64,
+    pub(in crate::cuda) stripes: u64,
+    /// Bytes of each stripe but the last one.
+    pub(in crate::cuda) stripe_bytes: u64,
     /// Bytes of a chunk.
     pub(in crate::cuda) chunk: u64,
 }
@@ -61,13 +61,13 @@ impl P2pLayout {
     pub(in crate::cuda) fn new(world: u32, begin: u64, staging: u64) -> Self {
         let ranks = u64::from(world);
         let peers = ranks.max(2) - 1;
-        let lanes = (SHARED_LANES / peers).min(MAX_LANES);
-        // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each lane. Behind them, the
+        let stripes = (SHARED_STRIPES / peers).min(MAX_STRIPES);
+        // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each stripe. Behind them, the
         // number of processors of the device.
-        let words_bytes = ranks * (lanes * (16 * SLOTS + 3 * 8));
-        let slot_bytes = (staging / peers / lanes / SLOTS / LINE * LINE).max(LINE);
+        let words_bytes = ranks * (stripes * (16 * SLOTS + 3 * 8));
+        let slot_bytes = (staging / peers / stripes / SLOTS / LINE * LINE).max(LINE);
         let slots = (begin + words_bytes + 8).next_multiple_of(4096);
-        Self { words: begin, words_bytes, slots, slot_bytes, peers, lanes }
+        Self { words: begin, words_bytes, slots, slot_bytes, peers, stripes }
     }
 
     /// Where the control block ends.
@@ -75,7 +75,7 @@ impl P2pLayout {
         if world < 2 {
             return self.words;
         }
-        (self.slots + self.peers * self.lanes * SLOTS * self.slot_bytes).next_multiple_of(4096)
+        (self.slots + self.peers * self.stripes * SLOTS * self.slot_bytes).next_multiple_of(4096)
     }
 
     /// Where the bytes before the slots begin, which must be zeros at first, and how many there are.
@@ -92,12 +92,12 @@ impl P2pLayout {
     /// The kernels of all peers and both directions occupy at most a third of them, and leave the others to
     /// collectives.
     pub(in crate::cuda) fn divide(&self, bytes: u64, sm_count: u32) -> Division {
-        let most = (u64::from(sm_count) / 6 / self.peers).clamp(1, self.lanes);
-        let lanes = bytes.div_ceil(LANE_BYTES).clamp(1, most);
-        let lane_bytes = bytes.div_ceil(lanes).next_multiple_of(LINE);
+        let most = (u64::from(sm_count) / 6 / self.peers).clamp(1, self.stripes);
+        let stripes = bytes.div_ceil(STRIPE_BYTES).clamp(1, most);
+        let stripe_bytes = bytes.div_ceil(stripes).next_multiple_of(LINE);
         let chunk =
-            (lane_bytes / CHUNKS).next_multiple_of(LINE).max(MIN_PACKET).min(self.slot_bytes);
-        Division { lanes, lane_bytes, chunk }
+            (stripe_bytes / CHUNKS).next_multiple_of(LINE).max(MIN_PACKET).min(self.slot_bytes);
+        Division { stripes, stripe_bytes, chunk }
     }
 }
 
@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn kernels_have_the_same_numbers() {
         for (name, number) in
-            [("SLOTS", SLOTS), ("MAX_LANES", MAX_LANES), ("SHARED_LANES", SHARED_LANES)]
+            [("SLOTS", SLOTS), ("MAX_STRIPES", MAX_STRIPES), ("SHARED_STRIPES", SHARED_STRIPES)]
         {
             let line = format!("constexpr u32 {name} = {number};");
             assert!(P2P.source.contains(&line), "{line}");
@@ -171,13 +171,13 @@ mod tests {
             for staging in [1 << 18, 1 << 20, 16 << 20] {
                 let begin = 300 << 20;
                 let layout = P2pLayout::new(world, begin, staging);
-                let slots = layout.peers * layout.lanes * SLOTS;
+                let slots = layout.peers * layout.stripes * SLOTS;
                 assert!(layout.slot_bytes >= LINE && layout.slot_bytes.is_multiple_of(LINE));
                 assert!(layout.slots.is_multiple_of(4096));
                 assert!(layout.sm_count() + 4 <= layout.slots);
                 assert!(layout.slots + slots * layout.slot_bytes <= layout.end(world));
                 assert!(layout.end(world) - begin <= staging + (1 << 16), "{layout:?}");
-                assert!(layout.lanes * layout.peers <= SHARED_LANES);
+                assert!(layout.stripes * layout.peers <= SHARED_STRIPES);
                 let (from, bytes) = layout.zeroed();
                 assert_eq!((from, from + bytes), (begin, layout.slots));
             }
@@ -196,14 +196,21 @@ mod tests {
                 });
                 for bytes in sizes {
                     let division = layout.divide(bytes, sm_count);
-                    assert!((1..=layout.lanes).contains(&division.lanes), "{bytes}: {division:?}");
                     assert!(
-                        division.lanes == 1 || division.lanes * layout.peers * 6 <= sm_count.into()
+                        (1..=layout.stripes).contains(&division.stripes),
+                        "{bytes}: {division:?}"
                     );
-                    assert!(division.lane_bytes * division.lanes >= bytes, "{bytes}: {division:?}");
-                    // No lane is empty.
                     assert!(
-                        bytes == 0 || division.lane_bytes * (division.lanes - 1) < bytes,
+                        division.stripes == 1
+                            || division.stripes * layout.peers * 6 <= sm_count.into()
+                    );
+                    assert!(
+                        division.stripe_bytes * division.stripes >= bytes,
+                        "{bytes}: {division:?}"
+                    );
+                    // No stripe is empty.
+                    assert!(
+                        bytes == 0 || division.stripe_bytes * (division.stripes - 1) < bytes,
                         "{bytes}: {division:?}"
                     );
                     assert!(
@@ -212,7 +219,7 @@ mod tests {
                     );
                     assert!(
                         division.chunk.is_multiple_of(LINE)
-                            && division.lane_bytes.is_multiple_of(LINE)
+                            && division.stripe_bytes.is_multiple_of(LINE)
                     );
                 }
             }

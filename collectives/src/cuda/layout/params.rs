@@ -4,7 +4,7 @@
 use std::mem::offset_of;
 
 use crate::call::Call;
-use crate::call::matmul::MAX_PRODUCTS;
+use crate::call::matmul::MAX_PROBLEMS;
 use crate::types::kernel_struct::kernel_structs;
 
 /// Most peer blocks: the control block has flags for so many. Twice as many as an H200 runs at 512 threads.
@@ -42,7 +42,7 @@ kernel_structs! {
     pub(super) struct Departure as "Departure" {
         /// 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
         when: u64,
-        /// In the upper half, as in a withdrawn handshake.
+        /// In the upper half, as in a failed handshake.
         reason: u64,
         /// With `MESSAGE_FOLLOWS`, the payload that was sent, and the one that was expected.
         sent: u64,
@@ -208,7 +208,7 @@ kernel_structs! {
     /// side. Where products are added up, the blocks of their inner dimensions lie one after the other, and `out` and the factor
     /// of the sum are those of the first one.
     #[derive(Clone, Copy, Debug)]
-    pub(in crate::cuda) struct MatmulProduct as "MatmulProduct" {
+    pub(in crate::cuda) struct GemmProblem as "GemmProblem" {
         /// The rows of all ranks: by ranks where they are gathered, else by batches.
         pub(in crate::cuda) left: TensorMap,
         pub(in crate::cuda) right: TensorMap,
@@ -222,10 +222,10 @@ kernel_structs! {
         pub(in crate::cuda) end_block: u32,
     }
 
-    /// How clusters divide tiles; `cuda/ops/gemm/split.rs` says how these are chosen. Here a cluster's tiles of one place count
+    /// How clusters divide tiles; `cuda/ops/gemm/stream_k.rs` says how these are chosen. Here a cluster's tiles of one place count
     /// once.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub(in crate::cuda) struct Split as "MatmulSplit" {
+    pub(in crate::cuda) struct StreamK as "StreamK" {
         /// Tiles that are made whole, from the first one on.
         pub(in crate::cuda) whole: u32,
         /// Clusters that help with the others, from the first one on; each of the others makes one.
@@ -242,7 +242,7 @@ kernel_structs! {
     pub(in crate::cuda) struct MatmulWork as "MatmulWork" {
         /// This rank's part of the left matrix, where it is sent to the others.
         pub(in crate::cuda) own: TensorMap,
-        pub(in crate::cuda) products: [MatmulProduct; MAX_PRODUCTS],
+        pub(in crate::cuda) problems: [GemmProblem; MAX_PROBLEMS],
         /// A factor of the sums, as `right_scale`.
         pub(in crate::cuda) left_scale: u64 as "const float*",
         /// Parts that other ranks get and that they send: products for the ranks after this one, the next one's first, and of
@@ -275,12 +275,12 @@ kernel_structs! {
         /// The parts that a launch makes, in the order of the kernel.
         pub(in crate::cuda) first_part: u32,
         pub(in crate::cuda) end_part: u32,
-        pub(in crate::cuda) split: Split,
+        pub(in crate::cuda) split: StreamK,
     }
 
     /// The arguments of a product of few rows besides those of `Call`, whose output is the sum.
     #[derive(Clone, Copy, Debug)]
-    pub(in crate::cuda) struct MatmulFewWork as "MatmulFewWork" {
+    pub(in crate::cuda) struct MatmulSmallMWork as "MatmulSmallMWork" {
         pub(in crate::cuda) left: TensorMap,
         pub(in crate::cuda) right: TensorMap,
         pub(in crate::cuda) rows: u32,
@@ -378,7 +378,7 @@ impl crate::types::kernel_struct::KernelType for TensorMap {
     }
 }
 
-impl MatmulProduct {
+impl GemmProblem {
     pub(in crate::cuda) const NONE: Self = Self {
         left: TensorMap::NONE,
         right: TensorMap::NONE,

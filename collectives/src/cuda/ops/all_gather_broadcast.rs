@@ -19,7 +19,7 @@ use crate::cuda::all_reduce::row::KernelLauncher;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
-use crate::cuda::kernel::spec::{KernelSpec, STAGE_THREADS};
+use crate::cuda::kernel::spec::{KernelSpec, PIPELINE_THREADS};
 use crate::cuda::layout::params::UNKNOWN;
 use crate::cuda::select::exchange::{Exchange, Use};
 use crate::{DType, Place, ReduceOp};
@@ -33,10 +33,10 @@ pub(in crate::cuda) const LL_BYTES: u64 = 128 << 10;
 const TWO_STEP_BYTES: u64 = 2 << 20;
 /// Broadcasts of so many bytes or more go in stages where there are more than two ranks. On four H200s, stages take 78
 /// us for 16 MiB, 219 for 64 and 794 for 256; two steps take 77, 292 and 1,135. Shorter ones go faster in two steps.
-const STAGES_BYTES: u64 = 16 << 20;
+const PIPELINE_BYTES: u64 = 16 << 20;
 /// Most peer blocks of it, and the least bytes that scratch must have for each of them: two of the shortest stages.
 const MAX_STAGE_BLOCKS: u64 = 256;
-const MIN_STAGES_BYTES: u64 = 2 * 16 * STAGE_THREADS as u64;
+const MIN_PIPELINE_BYTES: u64 = 2 * 16 * PIPELINE_THREADS as u64;
 /// Shares of a broadcast in two steps begin at multiples of so many bytes, which links carry at once.
 const LINE: u64 = 128;
 
@@ -113,17 +113,17 @@ impl CudaEngine {
             // stream has done the call; it is both input and output of `work`.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::Broadcast) };
         }
-        let in_stages = match by.stages {
+        let by_pipeline = match by.pipeline {
             Use::Never => false,
-            Use::WhereFaster => world > 2 && bytes >= STAGES_BYTES,
+            Use::WhereFaster => world > 2 && bytes >= PIPELINE_BYTES,
             Use::Always => world > 1,
         };
-        if in_stages {
+        if by_pipeline {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
             // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
             // stream has done the call; it is both input and output of `work`.
-            return unsafe { self.broadcast_in_stages(&work, place) };
+            return unsafe { self.broadcast_by_pipeline(&work, place) };
         }
         let (size, count) = (dtype.size() as u64, count as u64);
         let args = |places| ExchangeArgs { call, by, places, size, stream };
@@ -172,13 +172,13 @@ impl CudaEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
-    unsafe fn broadcast_in_stages(&mut self, work: &Work, place: Place) -> Result<()> {
-        self.note_algorithm("stages", None);
-        let loaded = self.kernel(KernelSpec::broadcast_stages())?;
+    unsafe fn broadcast_by_pipeline(&mut self, work: &Work, place: Place) -> Result<()> {
+        self.note_algorithm("pipeline", None);
+        let loaded = self.kernel(KernelSpec::broadcast_pipeline())?;
         let share = work.bytes.div_ceil(16).div_ceil(u64::from(self.world()) - 1);
-        let room = self.control.scratch_room(self.world()) / MIN_STAGES_BYTES;
+        let room = self.control.scratch_room(self.world()) / MIN_PIPELINE_BYTES;
         let most = room.clamp(1, MAX_STAGE_BLOCKS) as u32;
-        let config = LaunchConfig::new(&loaded.alone(), share, STAGE_THREADS, most);
+        let config = LaunchConfig::new(&loaded.alone(), share, PIPELINE_THREADS, most);
         let offset = if let Place::Window(offset) = place { offset } else { UNKNOWN };
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         // The stride is no length for this kernel: it is the window's offset, or `UNKNOWN`.

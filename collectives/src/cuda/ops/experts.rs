@@ -26,9 +26,9 @@ const MAX_COMBINE_INBOX_TOKENS: u64 = 512;
 /// The threads of a block of few tokens. Of such blocks an SM holds several, so that those of a kernel start while those of
 /// the kernel before end: on two H200s, dispatch and combine of 8 tokens take 9.7 us with them and 10.5 with twice as many
 /// threads. Of more tokens a block has enough to do for more threads: a combine of 128 tokens takes 9.5 and 8.8 us.
-const FEW_TOKENS_THREADS: u32 = 256;
+const LOW_LATENCY_THREADS: u32 = 256;
 /// The most tokens for which a combine has that many threads.
-const FEW_COMBINED_TOKENS: u32 = 64;
+const MAX_LOW_LATENCY_COMBINED: u32 = 64;
 // A combine with flags reads chunks, which a dispatch keeps of ranks that sent with flags. So whoever gets rows back with
 // flags must have sent with flags.
 const _: () = assert!(MAX_COMBINE_INBOX_TOKENS >= MAX_DISPATCH_INBOX_TOKENS);
@@ -200,10 +200,10 @@ impl CudaEngine {
         quantizes: bool,
         layout: &Control,
     ) -> KernelSpec {
-        let only_few = self.has_only_few(OpType::ExpertDispatch, shape, layout);
+        let only_low_latency = self.has_only_low_latency(OpType::ExpertDispatch, shape, layout);
         let dtype = if quantizes { shape.dtype } else { DType::U8 };
-        let threads = if only_few { FEW_TOKENS_THREADS } else { THREADS };
-        spec(&DISPATCH, dtype, ExpertsMode { by_expert, quantizes, only_few }, threads)
+        let threads = if only_low_latency { LOW_LATENCY_THREADS } else { THREADS };
+        spec(&DISPATCH, dtype, ExpertsMode { by_expert, quantizes, only_low_latency }, threads)
     }
 
     /// The kernel of a combine of so many tokens of this rank.
@@ -214,14 +214,24 @@ impl CudaEngine {
         tokens: u32,
         layout: &Control,
     ) -> KernelSpec {
-        let only_few = self.has_only_few(OpType::ExpertCombine, shape, layout);
-        let has_few = only_few && tokens <= FEW_COMBINED_TOKENS;
-        let threads = if has_few { FEW_TOKENS_THREADS } else { THREADS };
-        spec(&COMBINE, shape.dtype, ExpertsMode { by_expert, quantizes: false, only_few }, threads)
+        let only_low_latency = self.has_only_low_latency(OpType::ExpertCombine, shape, layout);
+        let is_low_latency = only_low_latency && tokens <= MAX_LOW_LATENCY_COMBINED;
+        let threads = if is_low_latency { LOW_LATENCY_THREADS } else { THREADS };
+        spec(
+            &COMBINE,
+            shape.dtype,
+            ExpertsMode { by_expert, quantizes: false, only_low_latency },
+            threads,
+        )
     }
 
     /// Whether all rows of a buffer travel through inboxes.
-    fn has_only_few(&self, operation: OpType, shape: &ExpertShape, layout: &Control) -> bool {
+    fn has_only_low_latency(
+        &self,
+        operation: OpType,
+        shape: &ExpertShape,
+        layout: &Control,
+    ) -> bool {
         shape.max_tokens <= self.inbox_tokens(operation, shape, layout) as usize
     }
 }

@@ -37,7 +37,7 @@ impl CudaEngine {
         })
     }
 
-    /// Puts a message on the stream. An error says that nothing was put there, or closes the communicator.
+    /// Puts a message on the stream. An error says that nothing was put there, or fails the communicator.
     ///
     /// # Safety
     ///
@@ -58,10 +58,10 @@ impl CudaEngine {
         }
         self.begin_outside_calls();
         let kernel: LoadedKernel = self.kernel(KernelSpec::p2p(direction))?;
-        let Division { lanes, lane_bytes, chunk } = layout.divide(payload.bytes(), sm_count);
+        let Division { stripes, stripe_bytes, chunk } = layout.divide(payload.bytes(), sm_count);
         let sends = direction == Direction::Send;
         let params = CallParams {
-            description: [payload.word(), layout.words, layout.slot_bytes, lane_bytes],
+            description: [payload.word(), layout.words, layout.slot_bytes, stripe_bytes],
             input: if sends { address } else { 0 },
             output: if sends { 0 } else { address },
             bytes: payload.bytes(),
@@ -80,7 +80,7 @@ impl CudaEngine {
         unsafe {
             self.launch_unordered(
                 kernel,
-                (lanes as u32, P2P_THREADS),
+                (stripes as u32, P2P_THREADS),
                 &self.comm,
                 &params,
                 None,
@@ -89,7 +89,7 @@ impl CudaEngine {
         }?;
         // The message is made, but later ones would have no order.
         let ordered = self.after_operation(end, stream);
-        ordered.inspect_err(|why| self.close(why))
+        ordered.inspect_err(|why| self.fail(why))
     }
 
     /// Puts an empty message that its other end cannot expect on the stream, so that both fail.

@@ -7,13 +7,13 @@ use std::ops::RangeInclusive;
 use symmpool_allocator::{Result, Stream};
 
 use crate::DType;
-use crate::algorithm::{AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, STAGES};
+use crate::algorithm::{AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, PIPELINE};
 use crate::call::{Arguments, StandardCall};
 use crate::cuda::all_reduce::constraints::fits_lamport;
 use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::all_reduce::row::KernelLauncher;
 use crate::cuda::all_reduce::two_shot::in_inboxes;
-use crate::cuda::all_reduce::two_shot_stages::{Results, in_stages};
+use crate::cuda::all_reduce::two_shot_pipeline::{Results, by_pipeline};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
@@ -77,7 +77,7 @@ impl ScatterShape {
             true => pair && part.min(self.room) >= MIN_COPIED_BYTES,
             false => self.in_pieces && part >= MIN_PIECES_BYTES,
         };
-        if copied { COPY } else { STAGES }
+        if copied { COPY } else { PIPELINE }
     }
 }
 
@@ -145,7 +145,7 @@ impl CudaEngine {
         let launch: unsafe fn(&mut Self, &Work) -> Result<()> = match entry.launch {
             ReduceScatterLaunch::Lamport => Self::scatter_lamport,
             ReduceScatterLaunch::Ll => Self::scatter_ll,
-            ReduceScatterLaunch::Stages => Self::scatter_in_stages,
+            ReduceScatterLaunch::Pipeline => Self::scatter_by_pipeline,
             ReduceScatterLaunch::Copies => Self::scatter_by_copies,
             ReduceScatterLaunch::Direct => Self::scatter_directly,
         };
@@ -163,9 +163,9 @@ impl CudaEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
-    pub(in crate::cuda) unsafe fn scatter_in_stages(&mut self, work: &Work) -> Result<()> {
+    pub(in crate::cuda) unsafe fn scatter_by_pipeline(&mut self, work: &Work) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        unsafe { in_stages(self, work, TwoShotCollective::ReduceScatter, Results::Direct) }
+        unsafe { by_pipeline(self, work, TwoShotCollective::ReduceScatter, Results::Direct) }
     }
 
     /// # Safety
@@ -239,24 +239,24 @@ mod tests {
             [LAMPORT, LAMPORT, DIRECT, DIRECT, COPY, COPY]
         );
         let ordinary = |mib| ScatterShape { input_window: false, ..of(mib) };
-        assert_eq!([16, 17, 48].map(|mib| ordinary(mib).choose()), [LAMPORT, STAGES, COPY]);
+        assert_eq!([16, 17, 48].map(|mib| ordinary(mib).choose()), [LAMPORT, PIPELINE, COPY]);
         let little = ScatterShape { room: 2 << 20, ..ordinary(500) };
-        assert_eq!(little.choose(), STAGES);
+        assert_eq!(little.choose(), PIPELINE);
         let over_a_bus = ScatterShape { nvlinked: false, ..of(32) };
-        assert_eq!(over_a_bus.choose(), STAGES);
+        assert_eq!(over_a_bus.choose(), PIPELINE);
         let integers = ScatterShape { lamport: false, ..ordinary(1) };
-        assert_eq!(integers.choose(), STAGES);
+        assert_eq!(integers.choose(), PIPELINE);
         assert_eq!(ScatterShape { part: 64 << 10, ..integers }.choose(), LL);
         let beside =
             |mib, in_pieces| ScatterShape { beside_compute: true, in_pieces, ..of(mib) }.choose();
         assert_eq!(
             [(16, true), (31, true), (32, true), (32, false)].map(|(mib, yes)| beside(mib, yes)),
-            [LAMPORT, STAGES, COPY, STAGES]
+            [LAMPORT, PIPELINE, COPY, PIPELINE]
         );
         for (world, most) in [(4, 16 << 20), (8, 4 << 20)] {
             let more = |part| ScatterShape { part, world, ..pair };
             assert_eq!(more(most).choose(), LAMPORT, "{world} ranks");
-            assert_eq!(more(most + 16).choose(), STAGES, "{world} ranks");
+            assert_eq!(more(most + 16).choose(), PIPELINE, "{world} ranks");
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The algorithms of collectives that exchange data: how they use the kernels that all of them share.
 
 use crate::algorithm::{
-    AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, RING, STAGES, StandardCollective,
+    AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, LL, PIPELINE, RING, StandardCollective,
 };
 
 /// Where an exchange uses something that not all of its algorithms use.
@@ -26,7 +26,7 @@ pub(in crate::cuda) struct Exchange {
     /// Copy engines, for equal parts.
     pub(in crate::cuda) copies: Use,
     /// Stages that peers pass on, for broadcasts.
-    pub(in crate::cuda) stages: Use,
+    pub(in crate::cuda) pipeline: Use,
     /// Whether a rank sends to one peer after the other, whatever the sizes.
     pub(in crate::cuda) ring: bool,
 }
@@ -44,7 +44,7 @@ const DIRECTLY: Exchange = Exchange {
     ll: Use::Never,
     inboxes: Use::Never,
     copies: Use::Never,
-    stages: Use::Never,
+    pipeline: Use::Never,
     ring: false,
 };
 
@@ -54,7 +54,7 @@ pub(in crate::cuda) static EXCHANGE: [Exchange; 6] = [
     Exchange { id: LL, collectives: GATHERS, ll: Use::Always, ..DIRECTLY },
     Exchange { id: COPY, collectives: PARTS, copies: Use::Always, ..DIRECTLY },
     Exchange { id: RING, ring: true, ..DIRECTLY },
-    Exchange { id: STAGES, collectives: BROADCAST, stages: Use::Always, ..DIRECTLY },
+    Exchange { id: PIPELINE, collectives: BROADCAST, pipeline: Use::Always, ..DIRECTLY },
 ];
 
 /// Exchange where no algorithm is requested: whatever is faster.
@@ -63,7 +63,7 @@ static FASTEST: Exchange = Exchange {
     ll: Use::WhereFaster,
     inboxes: Use::WhereFaster,
     copies: Use::WhereFaster,
-    stages: Use::WhereFaster,
+    pipeline: Use::WhereFaster,
     ..DIRECTLY
 };
 

@@ -40,7 +40,7 @@ impl KernelSpec {
         all.extend(one_sided.map(Self::one_sided));
         if world > 1 {
             all.push(Self::new(&COPY_COMPANION, THREADS));
-            all.push(Self::broadcast_stages());
+            all.push(Self::broadcast_pipeline());
             all.extend([Direction::Send, Direction::Receive].map(Self::p2p));
             let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(
@@ -77,7 +77,7 @@ impl KernelSpec {
             }
         }
         let scatter = TwoShotCollective::ReduceScatter;
-        all.push(Self::two_shot_stages(reduction, scatter));
+        all.push(Self::two_shot_pipeline(reduction, scatter));
         all.push(Self::two_shot(world, reduction, scatter, fits_lamport(dtype), 0));
         if world == 2 {
             all.push(Self::two_shot_pull(reduction, scatter));

@@ -4,7 +4,7 @@ use symmpool_allocator::{Error, Result};
 
 use super::not_here;
 use crate::DType;
-use crate::algorithm::{AlgorithmId, COPY, DIRECT, LAMPORT, LL, STAGES, StandardCollective};
+use crate::algorithm::{AlgorithmId, COPY, DIRECT, LAMPORT, LL, PIPELINE, StandardCollective};
 use crate::cuda::all_reduce::constraints::fits_lamport;
 
 /// How reduce-scatters are launched: `ops/reduce_scatter.rs` has a function for each.
@@ -12,7 +12,7 @@ use crate::cuda::all_reduce::constraints::fits_lamport;
 pub(in crate::cuda) enum ReduceScatterLaunch {
     Lamport,
     Ll,
-    Stages,
+    Pipeline,
     Copies,
     Direct,
 }
@@ -35,7 +35,12 @@ pub(in crate::cuda) static REDUCE_SCATTER: [ReduceScatter; 5] = [
         launch: ReduceScatterLaunch::Lamport,
     },
     ReduceScatter { id: LL, fits: |_, _| true, needs: "", launch: ReduceScatterLaunch::Ll },
-    ReduceScatter { id: STAGES, fits: |_, _| true, needs: "", launch: ReduceScatterLaunch::Stages },
+    ReduceScatter {
+        id: PIPELINE,
+        fits: |_, _| true,
+        needs: "",
+        launch: ReduceScatterLaunch::Pipeline,
+    },
     ReduceScatter { id: COPY, fits: |_, _| true, needs: "", launch: ReduceScatterLaunch::Copies },
     ReduceScatter {
         id: DIRECT,

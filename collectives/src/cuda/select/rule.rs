@@ -98,7 +98,7 @@ impl AllReduceShape {
             }
         };
         let fits = |one: &A| self.can_serve(*one, control) && self.pays_off(*one, control);
-        let fallback = [A::TwoShotPush, A::TwoShotStages];
+        let fallback = [A::TwoShotPush, A::TwoShotPipeline];
         order.iter().chain(&fallback).copied().find(fits).unwrap_or(A::TwoShotLl)
     }
 
@@ -149,7 +149,7 @@ impl AllReduceShape {
             _ => BESIDE_COMPUTE_BYTES,
         };
         let fits = |one: &Algorithm| self.bytes >= least(*one) && self.can_serve(*one, control);
-        let order = [Algorithm::TwoShotCopy, Algorithm::TwoShotStages];
+        let order = [Algorithm::TwoShotCopy, Algorithm::TwoShotPipeline];
         let in_pieces = self.streams_may_wait && pays_off(control, self.world, SLOTS_OF_BOTH);
         let order = &order[usize::from(!in_pieces)..];
         self.beside_compute.then(|| order.iter().copied().find(fits)).flatten()
@@ -222,7 +222,7 @@ mod tests {
         };
         assert_eq!(
             chosen(BESIDE_COMPUTE_BYTES, true),
-            (Algorithm::TwoShotStages, ChosenBy::BesideCompute)
+            (Algorithm::TwoShotPipeline, ChosenBy::BesideCompute)
         );
         assert_ne!(chosen(BESIDE_COMPUTE_BYTES, false).1, ChosenBy::BesideCompute);
         assert_eq!(chosen(1 << 20, true), chosen(1 << 20, false));
@@ -236,7 +236,7 @@ mod tests {
             };
             shape.choose(auto, &control, &table).expect("one serves").0
         };
-        assert_eq!(in_pieces(BESIDE_COMPUTE_BYTES, true), Algorithm::TwoShotStages);
+        assert_eq!(in_pieces(BESIDE_COMPUTE_BYTES, true), Algorithm::TwoShotPipeline);
         for output_window in [true, false] {
             assert_eq!(in_pieces(IN_PIECES_BYTES, output_window), Algorithm::TwoShotCopy);
         }
@@ -307,7 +307,7 @@ mod tests {
                     };
                     let name = best(shape).name();
                     let least = row.values().copied().fold(f64::INFINITY, f64::min);
-                    if name == "two_shot_stages" && !row.contains_key(name) {
+                    if name == "two_shot_pipeline" && !row.contains_key(name) {
                         // It is newer than some of the measurements.
                         continue;
                     }
@@ -375,12 +375,12 @@ mod tests {
         assert_eq!(small.choose(auto, &little, &measured).unwrap().0, Algorithm::OneShotLl128);
         // Copy engines are used where scratch holds a whole call, or much of it at once; and long launches of stores.
         let (push, copy) = (Algorithm::TwoShotPush, Algorithm::TwoShotCopy);
-        let stages = Algorithm::TwoShotStages;
+        let pipeline = Algorithm::TwoShotPipeline;
         for (bytes, scratch, best) in [
-            (1 << 30, 64, stages),
+            (1 << 30, 64, pipeline),
             (1 << 30, 120, push),
             (1 << 30, 192, copy),
-            (160 << 20, 64, stages),
+            (160 << 20, 64, pipeline),
             (160 << 20, 119, push),
             (160 << 20, 121, copy),
         ] {

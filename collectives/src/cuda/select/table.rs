@@ -114,7 +114,7 @@ mod tests {
         let integers = measured.find(&shape(512 << 10, DType::I64));
         assert_eq!(integers, Some(Algorithm::OneShotLl128));
         let ordinary = AllReduceShape { output_window: false, ..shape(1 << 30, DType::F64) };
-        assert_eq!(measured.find(&ordinary), Some(Algorithm::TwoShotStages));
+        assert_eq!(measured.find(&ordinary), Some(Algorithm::TwoShotPipeline));
         let three = MeasuredTable::of(&["NVIDIA H200"; 3]);
         assert!(three.find(&shape(1, DType::Bf16)).is_none(), "not measured");
         let mixed = ["NVIDIA H200", "NVIDIA H200", "NVIDIA H100", "NVIDIA H200"];

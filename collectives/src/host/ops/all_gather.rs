@@ -5,7 +5,7 @@
 use symmpool_allocator::Result;
 
 use super::pieces::Pieces;
-use crate::algorithm::{DIRECT, STAGED};
+use crate::algorithm::{DIRECT, SCRATCH};
 use crate::call::{Arguments, StandardCall};
 use crate::host::HostEngine;
 use crate::host::engine::host_algorithm::{
@@ -17,7 +17,7 @@ use crate::types::place::Place;
 
 /// The algorithms: through scratch, and straight into outputs that are windows.
 pub(crate) static ALGORITHMS: [HostAlgorithm; 2] = [
-    HostAlgorithm { id: STAGED, fits: always, run: staged },
+    HostAlgorithm { id: SCRATCH, fits: always, run: by_scratch },
     HostAlgorithm { id: DIRECT, fits: with_output_window, run: push },
 ];
 
@@ -49,7 +49,7 @@ impl HostEngine {
         let work = ResolvedCall { call, data, count, size, root: 0, reduce: moves_only };
         // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
         // their resolved places.
-        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
+        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { SCRATCH }, &work) }
     }
 }
 
@@ -83,7 +83,7 @@ unsafe fn push(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_gather`], for the resolved buffers.
-unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+unsafe fn by_scratch(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     let ResolvedCall { call, data, count, size, .. } = work;
     let (count, size) = (*count, *size);
     let me = engine.rank();

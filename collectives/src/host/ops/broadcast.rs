@@ -5,7 +5,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::pieces::Pieces;
-use crate::algorithm::{DIRECT, STAGED};
+use crate::algorithm::{DIRECT, SCRATCH};
 use crate::call::{Arguments, StandardCall};
 use crate::host::HostEngine;
 use crate::host::engine::host_algorithm::{HostAlgorithm, ResolvedCall, always, with_input_window};
@@ -15,7 +15,7 @@ use crate::types::place::Place;
 
 /// The algorithms: through the root's scratch, and straight from its window.
 pub(crate) static ALGORITHMS: [HostAlgorithm; 2] = [
-    HostAlgorithm { id: STAGED, fits: always, run: staged },
+    HostAlgorithm { id: SCRATCH, fits: always, run: by_scratch },
     HostAlgorithm { id: DIRECT, fits: with_input_window, run: pull },
 ];
 
@@ -48,7 +48,7 @@ impl HostEngine {
         let work = ResolvedCall { call, data, count, size, root, reduce: moves_only };
         // SAFETY: the caller promised that the buffer is there for this length on every rank; `data` has its resolved
         // place.
-        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
+        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { SCRATCH }, &work) }
     }
 }
 
@@ -73,7 +73,7 @@ unsafe fn pull(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::broadcast`], for the resolved buffer.
-unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+unsafe fn by_scratch(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     let ResolvedCall { call, data, count, size, root, .. } = work;
     let (address, size, root) = (data.to, *size, *root);
     let pieces = Pieces::new(*count, size, engine.scratch_bytes());

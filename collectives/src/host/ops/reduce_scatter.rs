@@ -5,7 +5,7 @@
 use symmpool_allocator::{Error, Result};
 
 use super::pieces::Pieces;
-use crate::algorithm::{DIRECT, STAGED};
+use crate::algorithm::{DIRECT, SCRATCH};
 use crate::call::{Arguments, StandardCall};
 use crate::host::HostEngine;
 use crate::host::engine::host_algorithm::{HostAlgorithm, ResolvedCall, always, with_input_window};
@@ -15,7 +15,7 @@ use crate::types::place::Place;
 
 /// The algorithms: through scratch, and by reading inputs that are windows.
 pub(crate) static ALGORITHMS: [HostAlgorithm; 2] = [
-    HostAlgorithm { id: STAGED, fits: always, run: staged },
+    HostAlgorithm { id: SCRATCH, fits: always, run: by_scratch },
     HostAlgorithm { id: DIRECT, fits: with_input_window, run: pull },
 ];
 
@@ -44,7 +44,7 @@ impl HostEngine {
         let work = ResolvedCall { call, data, count, size, root: 0, reduce };
         // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
         // their resolved places.
-        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { STAGED }, &work) }
+        unsafe { self.run_by(&ALGORITHMS, standard, if direct { DIRECT } else { SCRATCH }, &work) }
     }
 }
 
@@ -86,7 +86,7 @@ fn fits_scratch(part: usize, engine: &HostEngine) -> bool {
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::reduce_scatter`], for the resolved buffers.
-unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+unsafe fn by_scratch(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     let ResolvedCall { call, data, count, size, reduce, .. } = work;
     let (count, size) = (*count, *size);
     let (me, world) = (engine.rank(), engine.world());

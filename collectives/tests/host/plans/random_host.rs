@@ -210,7 +210,7 @@ pub(super) fn run(world: u32, works: &[Work], seed: u64) -> (u64, Vec<String>) {
                  place {in_place:?}, root {root}: {why}\n{}",
                 work.number, smallest
             ));
-            // Later calls of a communicator that was closed say nothing more.
+            // Later calls of a communicator that has failed say nothing more.
             if of_ranks.iter().any(|(result, _)| {
                 result.as_ref().is_err_and(|error| error.is_timeout() || error.is_peer_lost())
             }) {

@@ -126,10 +126,10 @@ fn built_in_algorithms_say_what_they_serve() {
             assert!(error.is_invalid_argument() && text.contains("a built-in algorithm"), "{text}");
         }
         // Another collective's name is free.
-        comm.register(named(programs::one_shot(3), "staged")).unwrap();
-        assert_eq!(comm.registered_under("staged").unwrap().origin(), AlgorithmOrigin::Plan);
+        comm.register(named(programs::one_shot(3), "scratch")).unwrap();
+        assert_eq!(comm.registered_under("scratch").unwrap().origin(), AlgorithmOrigin::Plan);
         let error = comm.registered_under("one_shot").unwrap_err();
-        assert!(error.to_string().contains("there are staged"), "{error}");
+        assert!(error.to_string().contains("there are scratch"), "{error}");
         comm.register(named(programs::all_gather(3), "two_shot")).unwrap();
         comm.register(named(programs::reduce_scatter(3), "two_shot")).unwrap();
         let error = comm.registered_under("two_shot").unwrap_err();
@@ -178,7 +178,7 @@ fn options_request_names_that_are_registered_later() {
     ranks(2, |pool| {
         let mut options = CommunicatorOptions::default();
         options.algorithms.insert(StandardCollective::AllReduce, "mine".to_owned());
-        options.algorithms.insert(StandardCollective::AllGather, "staged".to_owned());
+        options.algorithms.insert(StandardCollective::AllGather, "scratch".to_owned());
         let comm = Communicator::with_options(pool, &options).unwrap();
         let (x, out) = (block(pool, 100), block(pool, 200));
         let error = comm.all_reduce(&x, ReduceOp::Sum, STREAM).unwrap_err();

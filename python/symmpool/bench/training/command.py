@@ -21,7 +21,7 @@ from symmpool.bench import session, table, timing
 from symmpool.bench.arguments import comma_separated, positive, seconds
 from symmpool.bench.training import rows as results
 from symmpool.bench.training import trace, turns
-from symmpool.bench.training.meeting import Meeting
+from symmpool.bench.training.turn_ranks import TurnRanks
 
 TRAINED = ("fsdp", "ddp", "tp", "tp_compiled")
 DECODED = ("decode", "decode_graph", "decode_compiled")
@@ -120,28 +120,28 @@ def contenders(options, on_cuda):
     return peer, {name: backend for name, backend in known.items() if name in asked}
 
 
-def make(kind, name, meeting, options):
+def make(kind, name, turn_ranks, options):
     """The program that a contender runs in a round."""
     fused = {FUSED: "ours", "NCCL fused": "torch"}.get(name)
     if kind in DECODED:
         from symmpool.bench.training.decode import Decoding
 
-        return Decoding(kind, meeting, options, fused)
+        return Decoding(kind, turn_ranks, options, fused)
     from symmpool.bench.training.steps import Training
 
-    training = Training(kind, meeting, options, fused)
+    training = Training(kind, turn_ranks, options, fused)
     if name == ORDINARY:
         training.without_windows()
     return training
 
 
-def run_round(kind, name, meeting, options, where):
+def run_round(kind, name, turn_ranks, options, where):
     """Runs one program with the default group that is there, and returns what was found. `where` is the file
     of its trace, if one is to be written."""
     from symmpool.backend import backend_counts
 
     backend_counts(reset=True)
-    program = make(kind, name, meeting, options)
+    program = make(kind, name, turn_ranks, options)
     count = options.steps if kind in TRAINED else options.tokens
     try:
         found = [program.step(number) for number in range(options.warmup)]
@@ -149,51 +149,51 @@ def run_round(kind, name, meeting, options, where):
         # third of a second, and falls into some contenders' steps and not into others'.
         gc.collect()
         gc.freeze()
-        meeting.meet()
+        turn_ranks.barrier()
         begin = time.perf_counter()
         found += [program.step(number) for number in range(options.warmup, options.warmup + count)]
-        meeting.synchronize()
-        took = max(meeting.gather(time.perf_counter() - begin))
-        numbers = meeting.gather(program.numbers(found))
-        cuda = meeting.torch.cuda
+        turn_ranks.synchronize()
+        took = max(turn_ranks.gather(time.perf_counter() - begin))
+        numbers = turn_ranks.gather(program.numbers(found))
+        cuda = turn_ranks.torch.cuda
         report = {
             "tokens_a_second": count * program.tokens_a_step / took,
             "numbers": numbers,
-            "peak_bytes": cuda.max_memory_allocated() if meeting.on_cuda else None,
-            "reserved_bytes": cuda.max_memory_reserved() if meeting.on_cuda else None,
-            "device_bytes": meeting.device_bytes(),
+            "peak_bytes": cuda.max_memory_allocated() if turn_ranks.on_cuda else None,
+            "reserved_bytes": cuda.max_memory_reserved() if turn_ranks.on_cuda else None,
+            "device_bytes": turn_ranks.device_bytes(),
             # Counts of calls on groups of ours: none are the peer's, unless some fell back to it.
             "calls": backend_counts(reset=True),
         }
         if where is not None:
-            profile(program, kind, meeting, where)
+            profile(program, kind, turn_ranks, where)
     finally:
         gc.unfreeze()
         program.close()
     return report
 
 
-def profile(program, kind, meeting, where):
+def profile(program, kind, turn_ranks, where):
     """Runs some more steps under torch's profiler, and writes the first rank's trace."""
     from torch.profiler import ProfilerActivity, schedule
     from torch.profiler import profile as profiler
 
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if meeting.on_cuda else [])
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if turn_ranks.on_cuda else [])
     count = PROFILED["training" if kind in TRAINED else "decode"]
 
     def ready(made):
-        if meeting.rank == 0:
+        if turn_ranks.rank == 0:
             made.export_chrome_trace(str(where))
 
     plan = schedule(wait=0, warmup=1, active=count, repeat=1)
-    meeting.meet()
+    turn_ranks.barrier()
     with profiler(activities=kinds, schedule=plan, on_trace_ready=ready) as made:
         for number in range(count + 1):
             program.step(number)
             if number in (0, count):
                 # Work that the last step has queued belongs to it, and work that the warm-up has queued to
                 # none.
-                meeting.synchronize()
+                turn_ranks.synchronize()
             made.step()
 
 
@@ -275,23 +275,23 @@ def take_turn(options, on_cuda):
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    meeting = Meeting(torch, device, options.timeout, f"{number}/{name}")
+    turn_ranks = TurnRanks(torch, device, options.timeout, f"{number}/{name}")
     _, backends = contenders(options, on_cuda)
-    first, is_last = meeting.rank == 0, int(number) == options.rounds - 1
-    found = turns.Found(describe(meeting, options, backends) if first else {})
+    first, is_last = turn_ranks.rank == 0, int(number) == options.rounds - 1
+    found = turns.Found(describe(turn_ranks, options, backends) if first else {})
     for kind in options.kinds:
         is_profiled = options.profile is not None and is_last
         where = Profiles(options.profile).path(kind, name) if is_profiled else None
-        with meeting.group(backends[name]):
-            report, why = meeting.attempt(
-                lambda kind=kind, where=where: run_round(kind, name, meeting, options, where)
+        with turn_ranks.group(backends[name]):
+            report, why = turn_ranks.attempt(
+                lambda kind=kind, where=where: run_round(kind, name, turn_ranks, options, where)
             )
         found.add(kind, report, why)
         if first:
             found.write(Path(file))
             rate = "nothing" if why is not None else f"{report['tokens_a_second']:,.0f} tokens/s"
             print(f"  round {int(number) + 1}, {name}, {kind}: {rate}", file=sys.stderr, flush=True)
-    meeting.meet()
+    turn_ranks.barrier()
     return 0
 
 
@@ -326,9 +326,9 @@ def run_turns(options, arguments, on_cuda):
     return 1 if any(OURS in row.missing and row.rounds for row in rows) else 0
 
 
-def describe(meeting, options, backends):
+def describe(turn_ranks, options, backends):
     """The facts of the run, but for its command: the one of a turn is another."""
-    facts = session.facts(meeting.torch, "training", [], meeting.world, meeting.on_cuda)
+    facts = session.facts(turn_ranks.torch, "training", [], turn_ranks.world, turn_ranks.on_cuda)
     version = None
     if options.model == "hf":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

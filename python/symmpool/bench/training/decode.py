@@ -20,31 +20,31 @@ class Decoding:
     """A model with the tensor parallelism of its own plan, a prompt that it has read, and a static cache.
     `fused` is as for `compile_options`."""
 
-    def __init__(self, kind: str, meeting: Any, options: Any, fused: str | None = None):
+    def __init__(self, kind: str, turn_ranks: Any, options: Any, fused: str | None = None):
         from torch.distributed.device_mesh import init_device_mesh
         from transformers import LlamaForCausalLM, StaticCache
         from transformers.distributed import DistributedConfig
 
-        self.meeting, self.options = meeting, options
+        self.turn_ranks, self.options = turn_ranks, options
         self.captured, compiled = MODES[kind]
-        mesh = init_device_mesh(meeting.device.type, (meeting.world,))
-        model = models.made(options, meeting.device).eval()
-        config = DistributedConfig(tp_size=meeting.world, tp_plan="auto")
+        mesh = init_device_mesh(turn_ranks.device.type, (turn_ranks.world,))
+        model = models.made(options, turn_ranks.device).eval()
+        config = DistributedConfig(tp_size=turn_ranks.world, tp_plan="auto")
         self.model = LlamaForCausalLM.maybe_distribute_model(model, config, mesh)
         count = options.prompt + options.warmup + options.tokens * (1 + options.profiled) + 8
         self.cache = StaticCache(config=self.model.config, max_cache_len=count)
         drawn = torch.Generator().manual_seed(1)
         shape = (options.decode_batch, options.prompt)
-        prompt = torch.randint(options.vocabulary, shape, generator=drawn).to(meeting.device)
+        prompt = torch.randint(options.vocabulary, shape, generator=drawn).to(turn_ranks.device)
         self.graph: Any = None
         # Steps are given these tokens, and not what the step before has decoded: with random weights that is
         # another sequence as soon as a logit is rounded in another way, and nothing could be compared.
         shape = (options.tokens, options.decode_batch)
-        self.given = torch.randint(options.vocabulary, shape, generator=drawn).to(meeting.device)
+        self.given = torch.randint(options.vocabulary, shape, generator=drawn).to(turn_ranks.device)
         # The highest logits of parts of the vocabulary, so that parts of ranks cannot be exchanged unseen.
         self.parts = math.gcd(options.vocabulary, 8)
-        self.logits = torch.empty((*shape, self.parts), dtype=model.dtype, device=meeting.device)
-        self.place = torch.zeros(1, dtype=torch.int64, device=meeting.device)
+        self.logits = torch.empty((*shape, self.parts), dtype=model.dtype, device=turn_ranks.device)
+        self.place = torch.zeros(1, dtype=torch.int64, device=turn_ranks.device)
         with torch.no_grad():
             self._next(prompt)
         if compiled:

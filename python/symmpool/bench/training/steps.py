@@ -15,24 +15,24 @@ from symmpool.bench.training import models
 __all__ = ["KINDS", "Training"]
 
 
-def fully_sharded(model: Any, meeting: Any, options: Any) -> Any:
+def fully_sharded(model: Any, turn_ranks: Any, options: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(meeting.device.type, (meeting.world,))
+    mesh = init_device_mesh(turn_ranks.device.type, (turn_ranks.world,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def data_parallel(model: Any, meeting: Any, options: Any) -> Any:
+def data_parallel(model: Any, turn_ranks: Any, options: Any) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
-    devices = [meeting.device.index] if meeting.on_cuda else None
+    devices = [turn_ranks.device.index] if turn_ranks.on_cuda else None
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def tensor_parallel(model: Any, meeting: Any, options: Any) -> Any:
+def tensor_parallel(model: Any, turn_ranks: Any, options: Any) -> Any:
     """Norms and what is added to work on parts of the sequence, projections on parts of the heads and of the
     hidden units. The embedding gives whole sequences, which the first layer takes its part of, as Hugging
     Face's model makes positions and masks of what the embedding returns."""
@@ -46,7 +46,7 @@ def tensor_parallel(model: Any, meeting: Any, options: Any) -> Any:
         parallelize_module,
     )
 
-    mesh = init_device_mesh(meeting.device.type, (meeting.world,))
+    mesh = init_device_mesh(turn_ranks.device.type, (turn_ranks.world,))
     part, whole = Shard(1), Replicate()
     head = ColwiseParallel(input_layouts=part, output_layouts=Shard(-1), use_local_output=False)
     outside = {
@@ -110,19 +110,19 @@ KINDS: dict[str, tuple[Callable[..., Any], bool]] = {
 class Training:
     """A model, its optimizer and its data, for one round. `fused` is as for `compile_options`."""
 
-    def __init__(self, kind: str, meeting: Any, options: Any, fused: str | None = None):
+    def __init__(self, kind: str, turn_ranks: Any, options: Any, fused: str | None = None):
         wrap, self.same_tokens = KINDS[kind]
-        self.meeting, self.options = meeting, options
-        model = models.made(options, meeting.device)
-        self.model = wrap(model, meeting, options)
+        self.turn_ranks, self.options = turn_ranks, options
+        model = models.made(options, turn_ranks.device)
+        self.model = wrap(model, turn_ranks, options)
         if kind == "tp_compiled":
             compile_layers(self.model, fused)
-        in_one_kernel = True if meeting.on_cuda else None
+        in_one_kernel = True if turn_ranks.on_cuda else None
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.rate, fused=in_one_kernel)
-        drawn = torch.Generator().manual_seed(1 + (0 if self.same_tokens else meeting.rank))
+        drawn = torch.Generator().manual_seed(1 + (0 if self.same_tokens else turn_ranks.rank))
         shape = (options.batch, options.length + 1)
         tokens = [torch.randint(options.vocabulary, shape, generator=drawn) for _ in range(4)]
-        self.tokens = [each.to(meeting.device) for each in tokens]
+        self.tokens = [each.to(turn_ranks.device) for each in tokens]
         # Once for both libraries; `loss_parallel` sums over parts of the vocabulary.
         self.losses_in: Callable[[], Any] = contextlib.nullcontext
         if kind in ("tp", "tp_compiled"):
@@ -133,7 +133,7 @@ class Training:
     @property
     def tokens_a_step(self) -> int:
         """Number of tokens of all ranks together."""
-        alike = 1 if self.same_tokens else self.meeting.world
+        alike = 1 if self.same_tokens else self.turn_ranks.world
         return self.options.batch * self.options.length * alike
 
     def step(self, number: int) -> torch.Tensor:

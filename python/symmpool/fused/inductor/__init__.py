@@ -3,8 +3,8 @@
 | module | what it finds |
 | --- | --- |
 | `norms` | all-reduces with the residual and the norm behind them |
-| `gathers` | all-gathers with the products of what they gather |
-| `scatters` | reduce-scatters of products of matrices and of sums of them |
+| `gathers` | all-gathers with the matmuls of what they gather |
+| `scatters` | reduce-scatters of matrix products and of sums of them |
 | `graphs` | what passes over graphs have in common |
 """
 
@@ -58,15 +58,15 @@ def inductor_pass() -> FusionPass:
 
     - `norm(all_reduce(x) + residual) * weight`, and the same without a residual, by
       `torch.ops.symmpool.all_reduce_rms_norm`, where the norm keeps nothing for a gradient;
-    - `A = all_gather(shard)` and up to four of the products `A @ B` by
+    - `A = all_gather(shard)` and up to four of the matmuls `A @ B` by
       `torch.ops.symmpool.fused_all_gather_matmul`, and `reduce_scatter(A @ B)` and
       `reduce_scatter(A @ B + C @ D + ...)` by `torch.ops.symmpool.fused_matmuls_reduce_scatter`: of float16
       or bfloat16, along any dimension but the last one, with at least 256 rows of or for each rank. Sums of
-      more than four products stay as they are.
+      more than four matmuls stay as they are.
 
     All on groups that have a pool, or symmpool for a backend, when the program is compiled; other groups may
     have ranks that symmpool cannot serve. Every rank has to use it. A group's communicator is made by its
     first call, so that must not be captured. Results differ from separate operations by
-    roundings: norms are rounded once, and so are sums of products where one kernel makes them. All ranks have
+    roundings: norms are rounded once, and so are sums of matmuls where one kernel makes them. All ranks have
     the same bits."""
     return FusionPass()

@@ -1,4 +1,4 @@
-"""One call of an all-gather and the products of matrices with what it gathers, in place of those of a graph.
+"""One call of an all-gather and the matrix products with what it gathers, in place of those of a graph.
 
 torch's own micro-pipelining finds the same, but its results lie in memory with the gathered dimension in
 front, which costs copies where that is not the first one."""
@@ -23,12 +23,12 @@ from symmpool.fused.inductor.graphs import (
     waits_of,
 )
 from symmpool.fused.operators import has_ours
-from symmpool.fused.tensor_cores import MAX_PRODUCTS
+from symmpool.fused.tensor_cores import MAX_MATMULS
 
 __all__ = ["fuse_gathers"]
 
 _aten = torch.ops.aten
-# Views of a weight that a product is made with.
+# Views of a weight that a matmul is made with.
 _MOVES = (*VIEWS, _aten.permute.default, _aten.t.default, _aten.transpose.int)
 
 
@@ -42,7 +42,7 @@ class _Gather(NamedTuple):
 
 
 def fuse_gathers(graph: Graph) -> int:
-    """Makes one call of each all-gather and the products of what it gathers, and returns how many there
+    """Makes one call of each all-gather and the matmuls of what it gathers, and returns how many there
     are."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     fused = []
@@ -55,30 +55,30 @@ def fuse_gathers(graph: Graph) -> int:
 
 
 def _fuse(graph: Graph, wait: Node, order: dict[Node, int]) -> bool:
-    """Replaces an all-gather, if there are products of what it gathers; says whether it did."""
+    """Replaces an all-gather, if there are matmuls of what it gathers; says whether it did."""
     found = _gather_of(wait)
     if found is None or not fits(found.whole, found.shard, found.dim) or not has_ours(found.group):
         return False
     here = order[wait]
-    products = [each for each in _products(found.whole) if _is_there(each.args[1], order, here)]
-    products = products[:MAX_PRODUCTS]
-    if not products:
+    matmuls = [each for each in _matmuls(found.whole) if _is_there(each.args[1], order, here)]
+    matmuls = matmuls[:MAX_MATMULS]
+    if not matmuls:
         return False
     whole = found.whole.meta["val"]
-    shapes = [(*whole.shape[:-1], each.meta["val"].shape[1]) for each in products]
+    shapes = [(*whole.shape[:-1], each.meta["val"].shape[1]) for each in matmuls]
     values = whole.new_empty(whole.shape), [whole.new_empty(shape) for shape in shapes]
     with graph.inserting_before(wait):
-        rights = [_brought(graph, arguments_of(each)[1], order, here) for each in products]
-        is_used = _is_used_by_others(found.whole, products)
+        rights = [_brought(graph, arguments_of(each)[1], order, here) for each in matmuls]
+        is_used = _is_used_by_others(found.whole, matmuls)
         target = torch.ops.symmpool.fused_all_gather_matmul.default
         call = made(graph, target, (found.shard, rights, found.dim, found.group), values)
         call.kwargs = {"return_A": is_used}
         outs = made(graph, operator.getitem, (call, 1), values[1])
-        for nth, product in enumerate(products):
+        for nth, matmul in enumerate(matmuls):
             out = made(graph, operator.getitem, (outs, nth), values[1][nth])
-            value = product.meta["val"]
+            value = matmul.meta["val"]
             rows = made(graph, _aten.reshape.default, (out, list(value.shape)), value)
-            product.replace_all_uses_with(rows)
+            matmul.replace_all_uses_with(rows)
             order[rows] = here
         if is_used:
             gathered = made(graph, operator.getitem, (call, 0), values[0])
@@ -118,8 +118,8 @@ def _concatenated(wait: Node, world: int) -> tuple[Node, int]:
     return whole, arguments_of(whole)[1] % wait.meta["val"].dim()
 
 
-def _products(node: Node) -> list[Node]:
-    """The products whose left matrix has the rows of a node."""
+def _matmuls(node: Node) -> list[Node]:
+    """The matmuls whose left matrix has the rows of a node."""
     found = []
     for user in node.users:
         if user.target == _aten.mm.default:
@@ -127,15 +127,14 @@ def _products(node: Node) -> list[Node]:
             if left is node and is_static(right.meta["val"]):
                 found.append(user)
         elif keeps_rows(user):
-            found += _products(user)
+            found += _matmuls(user)
     return found
 
 
-def _is_used_by_others(node: Node, products: list[Node]) -> bool:
-    """Whether anything but these products needs the rows of a node."""
+def _is_used_by_others(node: Node, matmuls: list[Node]) -> bool:
+    """Whether anything but these matmuls needs the rows of a node."""
     return any(
-        _is_used_by_others(user, products) if keeps_rows(user) else user not in products
-        for user in node.users
+        _is_used_by_others(user, matmuls) if keeps_rows(user) else user not in matmuls for user in node.users
     )
 
 

@@ -160,19 +160,19 @@ def _weighted(normed: Node, dtype: torch.dtype) -> tuple[Node, Node] | None:
     convert = _prims.convert_element_type.default
     rounded = normed if dtype == torch.float32 else _only(normed, convert)
     if rounded is not None and (rounded is normed or rounded.args[1] == dtype):
-        product = _only(rounded, _aten.mul.Tensor)
-        return (_factor(product, rounded), product) if product is not None else None
-    product = _only(normed, _aten.mul.Tensor)
-    rounded = _only(product, convert)
-    if product is None or rounded is None or rounded.args[1] != dtype:
+        matmul = _only(rounded, _aten.mul.Tensor)
+        return (_factor(matmul, rounded), matmul) if matmul is not None else None
+    matmul = _only(normed, _aten.mul.Tensor)
+    rounded = _only(matmul, convert)
+    if matmul is None or rounded is None or rounded.args[1] != dtype:
         return None
-    weight = _factor(product, normed)
+    weight = _factor(matmul, normed)
     # A weight that is widened first, or by the multiplication.
     if weight.target == convert and weight.args[1] == torch.float32:
         weight = arguments_of(weight)[0]
     return weight, rounded
 
 
-def _factor(product: Node, known: Node) -> Node:
-    one, other = arguments_of(product)
+def _factor(matmul: Node, known: Node) -> Node:
+    one, other = arguments_of(matmul)
     return other if one is known else one

@@ -1,7 +1,7 @@
-"""One call of products of matrices, their sum and its reduce-scatter, in place of those of a graph.
+"""One call of matrix products, their sum and its reduce-scatter, in place of those of a graph.
 
-torch's own micro-pipelining finds reduce-scatters of one product. In the backward pass of layers that share
-an input, as queries, keys and values do, its gradient is a sum of products."""
+torch's own micro-pipelining finds reduce-scatters of one matmul. In the backward pass of layers that share
+an input, as queries, keys and values do, its gradient is a sum of matmuls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from symmpool.fused.inductor.graphs import (
     waits_of,
 )
 from symmpool.fused.operators import has_ours
-from symmpool.fused.tensor_cores import MAX_PRODUCTS
+from symmpool.fused.tensor_cores import MAX_MATMULS
 
 __all__ = ["fuse_scatters"]
 
@@ -40,28 +40,28 @@ class _Scatter(NamedTuple):
 
 
 def fuse_scatters(graph: Graph) -> int:
-    """Makes one call of each reduce-scatter and the products that it adds up, and returns how many there
+    """Makes one call of each reduce-scatter and the matmuls that it adds up, and returns how many there
     are."""
     return remove(graph, [wait for wait in waits_of(graph) if _fuse(graph, wait)])
 
 
 def _fuse(graph: Graph, wait: Node) -> bool:
-    """Replaces a reduce-scatter and what it scatters, if that is a sum of products; says whether it did."""
+    """Replaces a reduce-scatter and what it scatters, if that is a sum of matmuls; says whether it did."""
     found = _scatter_of(wait)
     if found is None or not fits(found.whole, wait, found.dim) or not has_ours(found.group):
         return False
-    products = _products(found.whole)
-    if products is None or not 1 <= len(products) <= MAX_PRODUCTS:
+    matmuls = _matmuls(found.whole)
+    if matmuls is None or not 1 <= len(matmuls) <= MAX_MATMULS:
         return False
     leading = list(found.whole.meta["val"].shape[:-1])
     with graph.inserting_before(wait):
         lefts = []
-        for product in products:
-            left = arguments_of(product)[0]
+        for matmul in matmuls:
+            left = arguments_of(matmul)[0]
             value = left.meta["val"]
             shape = [*leading, value.shape[1]]
             lefts.append(made(graph, _aten.reshape.default, (left, shape), value.reshape(shape)))
-        rights = [product.args[1] for product in products]
+        rights = [matmul.args[1] for matmul in matmuls]
         arguments = (lefts, rights, found.op, found.dim, found.group)
         target = torch.ops.symmpool.fused_matmuls_reduce_scatter.default
         wait.replace_all_uses_with(made(graph, target, arguments, wait.meta["val"]))
@@ -101,8 +101,8 @@ def _split(given: Any, world: int) -> tuple[Any, int]:
     return (whole, dim % value.dim()) if is_only else (given, 0)
 
 
-def _products(node: Any) -> list[Node] | None:
-    """The products whose sum a node is, in the order in which they are added. None if it is no such sum, or
+def _matmuls(node: Any) -> list[Node] | None:
+    """The matmuls whose sum a node is, in the order in which they are added. None if it is no such sum, or
     somebody else needs it or a part of it."""
     if not isinstance(node, Node) or len(node.users) != 1:
         return None
@@ -112,13 +112,13 @@ def _products(node: Any) -> list[Node] | None:
     if node.target == _aten.mm.default:
         return [node] if is_static(arguments_of(node)[0].meta["val"], value) else None
     if keeps_rows(node):
-        return _products(node.args[0])
+        return _matmuls(node.args[0])
     if node.target != _aten.add.Tensor or node.kwargs:
         return None
     found: list[Node] = []
     for each in arguments_of(node):
-        products = _products(each)
-        if products is None or (each.meta["val"].shape, each.meta["val"].dtype) != (value.shape, value.dtype):
+        matmuls = _matmuls(each)
+        if matmuls is None or (each.meta["val"].shape, each.meta["val"].dtype) != (value.shape, value.dtype):
             return None
-        found += products
+        found += matmuls
     return found

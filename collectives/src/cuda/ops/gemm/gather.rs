@@ -6,12 +6,12 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use super::{BLOCK_BYTES, Control, Product};
+use super::{BLOCK_BYTES, Control, GemmLaunch};
 use crate::call::Call;
-use crate::call::matmul::MAX_PRODUCTS;
+use crate::call::matmul::MAX_PROBLEMS;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
-use crate::cuda::layout::params::{MatmulProduct, MatmulWork, Split};
+use crate::cuda::layout::params::{GemmProblem, MatmulWork, StreamK};
 use crate::jit::sources::MATMUL_GATHER;
 use crate::{MatmulGather, MatrixView};
 
@@ -28,9 +28,8 @@ impl CudaEngine {
         gather: &MatmulGather<'_>,
         stream: Stream,
     ) -> Result<()> {
-        let work =
-            self.begin_product(gather.check(), |engine| engine.gather_work(gather), stream)?;
-        let product = Product {
+        let work = self.begin_gemm(gather.check(), |engine| engine.gather_work(gather), stream)?;
+        let gemm = GemmLaunch {
             kernel: &MATMUL_GATHER,
             dtype: gather.dtype,
             mode: MatmulMode::new(gather.right_by_rows, gather.out_dtype),
@@ -42,7 +41,7 @@ impl CudaEngine {
         // SAFETY: the caller promised that the matrices are there until the stream has done the call, that nothing else
         // touches them, and that `slots` and `control` are windows at one place; maps and slots have the sizes that the
         // products were checked for.
-        unsafe { self.multiply(&product, work, stream, send) }
+        unsafe { self.multiply(&gemm, work, stream, send) }
     }
 
     fn gather_work(&self, gather: &MatmulGather<'_>) -> Result<MatmulWork> {
@@ -57,10 +56,10 @@ impl CudaEngine {
             self.left_map(dtype, (slots, None), (world as usize, rows, inner))?
         };
         let inner_blocks = (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32;
-        let mut products = [MatmulProduct::NONE; MAX_PRODUCTS];
-        for (nth, (product, each)) in products.iter_mut().zip(gather.rights).enumerate() {
+        let mut problems = [GemmProblem::NONE; MAX_PROBLEMS];
+        for (nth, (problem, each)) in problems.iter_mut().zip(gather.rights).enumerate() {
             let right = (each.right, gather.right_by_rows);
-            *product = MatmulProduct {
+            *problem = GemmProblem {
                 left,
                 right: self.right_map(dtype, right, (inner, each.columns))?,
                 out: self
@@ -72,7 +71,7 @@ impl CudaEngine {
         }
         Ok(MatmulWork {
             own,
-            products,
+            problems,
             left_scale: gather.left_scale,
             outgoing: gather.left.begin,
             incoming: gather.slots,
@@ -90,7 +89,7 @@ impl CudaEngine {
             factor: 1.0,
             first_part: 0,
             end_part: world,
-            split: Split::none(0),
+            split: StreamK::none(0),
         })
     }
 

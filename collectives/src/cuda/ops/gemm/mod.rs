@@ -4,8 +4,8 @@
 //! | --- | --- |
 //! | `scatter` | products that are added up over all ranks: `fused/matmul_scatter.cu` |
 //! | `gather` | products of the rows of all ranks: `fused/matmul_gather.cu` |
-//! | `few` | products of few rows, added up over all ranks: `fused/matmul_few.cu` |
-//! | `split` | how tiles that fill no whole wave are divided among the blocks |
+//! | `small_m` | products of few rows, added up over all ranks: `fused/matmul_small_m.cu` |
+//! | `stream_k` | how tiles that fill no whole wave are divided among the blocks |
 //!
 //! One kernel makes the whole product, if the communicator has the device to itself; it waits at its end for what other
 //! ranks send, on all SMs. Where kernels of other communicators may need SMs meanwhile, two launches make the product: the
@@ -17,10 +17,10 @@
 
 #![allow(unsafe_code)] // driver calls on raw addresses
 
-pub(in crate::cuda) mod few;
 mod gather;
 mod scatter;
-mod split;
+pub(in crate::cuda) mod small_m;
+mod stream_k;
 
 use std::ffi::c_uint;
 
@@ -34,7 +34,7 @@ use crate::cuda::driver::api::cuda;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{KernelMode, MatmulMode};
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::layout::params::{CallParams, MatmulWork, Split, TensorMap};
+use crate::cuda::layout::params::{CallParams, MatmulWork, StreamK, TensorMap};
 use crate::jit::sources::MATMUL_WAIT;
 use crate::jit::{Arch, Kernel};
 use crate::{DType, MatrixView, ReduceOp};
@@ -73,7 +73,7 @@ impl Control {
 }
 
 /// Facts that decide which kernel makes a product, and how it is launched.
-struct Product<'a> {
+struct GemmLaunch<'a> {
     kernel: &'static Kernel<'static>,
     dtype: DType,
     mode: MatmulMode,
@@ -84,14 +84,14 @@ struct Product<'a> {
     scratch: (u64, usize),
 }
 
-impl Product<'_> {
+impl GemmLaunch<'_> {
     /// How so many tiles are divided among so many blocks, if there is the memory for it.
-    fn split(&self, work: &MatmulWork, tiles: u32, blocks: u32) -> Split {
+    fn split(&self, work: &MatmulWork, tiles: u32, blocks: u32) -> StreamK {
         let tiles = tiles / CLUSTER as u32;
-        let split = Split::of(tiles, blocks / CLUSTER as u32, work.inner_blocks);
+        let split = StreamK::of(tiles, blocks / CLUSTER as u32, work.inner_blocks);
         let partial = split.partial_tiles() as usize * CLUSTER;
         if partial > MAX_PARTIAL_TILES || partial * SUMS_BYTES > self.scratch.1 {
-            return Split::none(tiles);
+            return StreamK::none(tiles);
         }
         split
     }
@@ -115,7 +115,7 @@ impl CudaEngine {
     }
 
     /// Begins a call, and returns what its kernel is given. What this rank cannot make is an error on all ranks.
-    fn begin_product<T>(
+    fn begin_gemm<T>(
         &mut self,
         checked: Result<()>,
         work: impl FnOnce(&Self) -> Result<T>,
@@ -133,7 +133,7 @@ impl CudaEngine {
     /// `work` is what the kernel takes, with all of its memory valid until the stream has done the call.
     unsafe fn multiply(
         &mut self,
-        product: &Product<'_>,
+        gemm: &GemmLaunch<'_>,
         work: MatmulWork,
         stream: Stream,
         send: impl FnOnce(&mut Self, Stream) -> Result<()>,
@@ -141,24 +141,24 @@ impl CudaEngine {
         let world = self.world();
         let kernel = self
             .kernel(KernelSpec {
-                mode: KernelMode::Matmul(product.mode),
+                mode: KernelMode::Matmul(gemm.mode),
                 threads: THREADS,
-                ..KernelSpec::reduces(product.kernel, (product.dtype, ReduceOp::Sum))
+                ..KernelSpec::reduces(gemm.kernel, (gemm.dtype, ReduceOp::Sum))
             })?
             .on_all_sms();
         let in_two = world > 1 && !kernel.budget.early;
-        tracing::debug!(kernel = product.kernel.name, in_two, "a product by tensor cores");
+        tracing::debug!(kernel = gemm.kernel.name, in_two, "a product by tensor cores");
         // Loaded before anything is on streams: loading may wait for what runs.
         let wait = KernelSpec::new(&MATMUL_WAIT, WAIT_THREADS);
         let wait = if in_two { Some(self.kernel(wait)?) } else { None };
-        let params = CallParams::of(product.call);
+        let params = CallParams::of(gemm.call);
         let most = (kernel.sm_count / CLUSTER as u32).max(1) * CLUSTER as u32;
         let tiles = work.tile_rows * work.tile_columns;
         // All blocks, also of a launch that has fewer tiles: what each of them helps with must not depend on it.
         let grid = ((world * tiles).min(most), THREADS);
-        let first_parts = if in_two { product.first_parts } else { world };
-        let split = product.split(&work, world * tiles, grid.0);
-        let work = MatmulWork { partials: product.scratch.0, split, ..work };
+        let first_parts = if in_two { gemm.first_parts } else { world };
+        let split = gemm.split(&work, world * tiles, grid.0);
+        let work = MatmulWork { partials: gemm.scratch.0, split, ..work };
         let copies = self.copy_stream;
         if world > 1 {
             // Reads and writes of peers in an earlier call are over when this one begins, also for the copies.

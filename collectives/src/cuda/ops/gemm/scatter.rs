@@ -6,13 +6,13 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use super::{BLOCK_BYTES, Control, Product};
+use super::{BLOCK_BYTES, Control, GemmLaunch};
 use crate::MatmulScatter;
 use crate::call::Call;
-use crate::call::matmul::{MAX_PRODUCTS, TILE_BYTES};
+use crate::call::matmul::{MAX_PROBLEMS, TILE_BYTES};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
-use crate::cuda::layout::params::{MatmulProduct, MatmulWork, Split, TensorMap};
+use crate::cuda::layout::params::{GemmProblem, MatmulWork, StreamK, TensorMap};
 use crate::jit::sources::MATMUL_SCATTER;
 
 impl CudaEngine {
@@ -29,8 +29,8 @@ impl CudaEngine {
         stream: Stream,
     ) -> Result<()> {
         let work =
-            self.begin_product(scatter.check(), |engine| engine.scatter_work(scatter), stream)?;
-        let product = Product {
+            self.begin_gemm(scatter.check(), |engine| engine.scatter_work(scatter), stream)?;
+        let gemm = GemmLaunch {
             kernel: &MATMUL_SCATTER,
             dtype: scatter.dtype,
             mode: MatmulMode::new(scatter.right_by_rows, scatter.out_dtype),
@@ -38,37 +38,37 @@ impl CudaEngine {
             first_parts: self.world() - 1,
             scratch: scatter.scratch,
         };
-        let send = |engine: &mut Self, copies| engine.send_products(scatter, copies);
+        let send = |engine: &mut Self, copies| engine.send_parts(scatter, copies);
         // SAFETY: the caller promised that the matrices are there until the stream has done the call, that nothing else
         // touches them, and that `parts` and `control` are windows at one place; maps and parts have the sizes that the
         // product was checked for.
-        unsafe { self.multiply(&product, work, stream, send) }
+        unsafe { self.multiply(&gemm, work, stream, send) }
     }
 
     fn scatter_work(&self, scatter: &MatmulScatter<'_>) -> Result<MatmulWork> {
         let MatmulScatter { dtype, rows, columns, batches, .. } = *scatter;
         let (world, part) = (self.world(), scatter.part_bytes() as u64);
         let (tile_rows, tile_columns) = scatter.tiles();
-        let mut products = [MatmulProduct::NONE; MAX_PRODUCTS];
+        let mut problems = [GemmProblem::NONE; MAX_PROBLEMS];
         let mut inner_blocks = 0;
-        for (product, term) in products.iter_mut().zip(scatter.terms) {
+        for (problem, term) in problems.iter_mut().zip(scatter.terms) {
             let inner = term.inner;
             inner_blocks += (inner * dtype.size()).div_ceil(BLOCK_BYTES) as u32;
             let left = (term.left, (batches > 1).then_some(term.batch_pitch));
             let right = (term.right, scatter.right_by_rows);
             let batch_rows = world as usize * rows / batches;
-            *product = MatmulProduct {
+            *problem = GemmProblem {
                 left: self.left_map(dtype, left, (batches, batch_rows, inner))?,
                 right: self.right_map(dtype, right, (inner, columns))?,
                 end_block: inner_blocks,
-                ..MatmulProduct::NONE
+                ..GemmProblem::NONE
             };
         }
-        products[0].out = self.out_map(scatter.out, (batches, rows / batches, columns))?;
-        products[0].right_scale = scatter.scales.1;
+        problems[0].out = self.out_map(scatter.out, (batches, rows / batches, columns))?;
+        problems[0].right_scale = scatter.scales.1;
         Ok(MatmulWork {
             own: TensorMap::NONE,
-            products,
+            problems,
             left_scale: scatter.scales.0,
             outgoing: scatter.parts,
             incoming: scatter.parts + u64::from(world - 1) * part,
@@ -86,12 +86,12 @@ impl CudaEngine {
             factor: if scatter.mean { 1.0 / world as f32 } else { 1.0 },
             first_part: 0,
             end_part: world,
-            split: Split::none(0),
+            split: StreamK::none(0),
         })
     }
 
     /// Copies each chunk to its rank when the kernel has made it.
-    fn send_products(&mut self, scatter: &MatmulScatter<'_>, copies: Stream) -> Result<()> {
+    fn send_parts(&mut self, scatter: &MatmulScatter<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = Control { begin: scatter.control, world: world.into() };
         let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles(world));

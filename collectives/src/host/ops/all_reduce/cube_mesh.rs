@@ -75,7 +75,7 @@ pub(super) unsafe fn run(engine: &mut HostEngine, work: &ResolvedCall) -> Result
         // offsets.
         Some(places) => unsafe { direct(engine, work, groups, places) },
         // SAFETY: the caller promised that the buffers of `work` are there for its lengths on every rank.
-        None => unsafe { staged(engine, work, groups) },
+        None => unsafe { by_scratch(engine, work, groups) },
     }
 }
 
@@ -124,7 +124,11 @@ unsafe fn direct(
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall, groups: PairedGroups) -> Result<()> {
+unsafe fn by_scratch(
+    engine: &mut HostEngine,
+    work: &ResolvedCall,
+    groups: PairedGroups,
+) -> Result<()> {
     let (from, size) = (work.data.from, work.size);
     let (me, world) = (engine.rank(), engine.world() as usize);
     let forwards = if groups.partner(me).is_some() { groups.group_peer_count() } else { 0 };

@@ -22,7 +22,7 @@ pub(super) unsafe fn run(engine: &mut HostEngine, work: &ResolvedCall) -> Result
         // offsets.
         Some((from, to)) => unsafe { direct(engine, work, from, to) },
         // SAFETY: the caller promised that the buffers of `work` are there for its lengths on every rank.
-        None => unsafe { staged(engine, work) },
+        None => unsafe { by_scratch(engine, work) },
     }
 }
 
@@ -105,7 +105,7 @@ unsafe fn reduce(
 /// # Safety
 ///
 /// You must keep the promises of [`HostEngine::all_reduce`], for the resolved buffers of `work`.
-unsafe fn staged(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
+unsafe fn by_scratch(engine: &mut HostEngine, work: &ResolvedCall) -> Result<()> {
     let (from, to, size) = (work.data.from, work.data.to, work.size);
     let pieces = Pieces::new(work.count, size, engine.scratch_bytes());
     let (me, world) = (engine.rank(), engine.world());

@@ -4,7 +4,7 @@
 //! publishes its row of the traffic matrix before the handshake (`all_to_all_v`), and every rank checks the whole
 //! matrix. So ranks agree, without further messages, on how each sender's data travels:
 //!
-//! - `staged` (also requested as `lamport`): through the sender's scratch, in one piece that is there before the handshake if it
+//! - `scratch` (also requested as `lamport`): through the sender's scratch, in one piece that is there before the handshake if it
 //!   fits, else in several pieces, one step each.
 //! - `direct`: receivers read the sender's window themselves, and a last step ends their access. Where one rank
 //!   receives far more than others, senders write a part of it into its output (`load_balance`).
@@ -13,9 +13,9 @@
 
 #![allow(unsafe_code)] // hands raw buffers to the kernels
 
+mod by_scratch;
 mod direct;
 mod splits;
-mod staged;
 mod traffic_matrix;
 
 use symmpool_allocator::{Error, Result};
@@ -23,7 +23,7 @@ use symmpool_allocator::{Error, Result};
 use self::traffic_matrix::TrafficMatrix;
 use crate::DType;
 use crate::algorithm::{
-    AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, RING, STAGED, StandardCollective,
+    AUTO, AlgorithmId, COPY, DIRECT, LAMPORT, RING, SCRATCH, StandardCollective,
 };
 use crate::host::layout::load_balance::LoadBalance;
 
@@ -42,7 +42,7 @@ const NO_WINDOW: u64 = u64::MAX;
 const DIRECT_BYTES: usize = 1 << 10;
 
 /// The routes that algorithms prescribe, by number; `None` where it follows from the size.
-pub(crate) static ROUTES: [(AlgorithmId, bool); 2] = [(STAGED, false), (DIRECT, true)];
+pub(crate) static ROUTES: [(AlgorithmId, bool); 2] = [(SCRATCH, false), (DIRECT, true)];
 /// Routes of names that serve on devices.
 static DEVICE_ROUTES: [(AlgorithmId, bool); 3] = [(LAMPORT, false), (COPY, true), (RING, true)];
 
@@ -196,7 +196,7 @@ impl AllToAllCall {
         let own = self.route(self.matrix.next_outgoing(engine), engine, || place);
         if let Route::Staged(pieces) = &own {
             // SAFETY: the input is readable by contract; scratch is free before the handshake.
-            unsafe { staged::fill(&self, engine, pieces, 0, engine.next_scratch(), true) };
+            unsafe { by_scratch::fill(&self, engine, pieces, 0, engine.next_scratch(), true) };
         }
         if !engine.handshake_all_to_all(call)? {
             self.matrix = TrafficMatrix::Rows;
@@ -217,14 +217,14 @@ impl AllToAllCall {
                     let scratch = engine.scratch(self.rank);
                     // SAFETY: this half of scratch held the piece before the last one, and every peer has
                     // signalled the last piece since it read that.
-                    unsafe { staged::fill(&self, engine, pieces, round, scratch, false) };
+                    unsafe { by_scratch::fill(&self, engine, pieces, round, scratch, false) };
                 }
                 engine.step()?;
             }
             for sender in engine.peers() {
                 if let Route::Staged(pieces) = self.route_of(engine, sender) {
                     // SAFETY: the sender filled this piece before it signalled.
-                    unsafe { staged::collect(&self, engine, &pieces, round, sender) };
+                    unsafe { by_scratch::collect(&self, engine, &pieces, round, sender) };
                 }
             }
         }
@@ -255,7 +255,7 @@ impl AllToAllCall {
             Place::Window(offset) => offset,
             Place::Unregistered(_) => NO_WINDOW,
         });
-        let id = if matches!(route, Route::Direct(_)) { DIRECT } else { STAGED };
+        let id = if matches!(route, Route::Direct(_)) { DIRECT } else { SCRATCH };
         engine.rehearses(StandardCollective::AllToAll, id);
         Ok(())
     }

@@ -21,7 +21,7 @@ __shared__ int expert_places[TILE * MAX_TOP_K];
 __shared__ InboxList arriving;  // rows that arrive from ranks with few tokens
 
 // How rows of few tokens travel.
-struct FewRows {
+struct LowLatencyDispatch {
     const Session& session;
     const Routing& routing;
     const ExpertsWork& work;
@@ -30,7 +30,7 @@ struct FewRows {
     u32 scales_begin;  // the first of a row's details that has scales
     u32 scale_span;    // bytes of scales in a vector
 
-    __device__ __forceinline__ FewRows(const Session& s, const Routing& r)
+    __device__ __forceinline__ LowLatencyDispatch(const Session& s, const Routing& r)
         : session(s), routing(r), work(r.work), rows(work.row_bytes) {
         scales_begin = work.known ? 0 : work.top_k;
 #if QUANTIZES
@@ -52,14 +52,14 @@ struct FewRows {
     // Where ranks say how many rows they send by a handle: where else the first vector of their counts is.
     __device__ __forceinline__ SentRows sent() const { return SentRows{CountVectors(routing.local).vectors}; }
 
-    __device__ __forceinline__ bool has_many(u32 source) const {
-        return !has_few(work, shared.counts.tokens[source]);
+    __device__ __forceinline__ bool is_bulk(u32 source) const {
+        return !is_low_latency(work, shared.counts.tokens[source]);
     }
 
     // How many rows of a rank arrive here: never more than it has tokens, nor than the inbox has room for. A handle whose
     // offsets decrease there has none, as in a combine (`Sources`): nobody waits for rows that no offset tells of.
     __device__ __forceinline__ u32 arriving(u32 source) const {
-        if (source == session.comm.rank || has_many(source)) {
+        if (source == session.comm.rank || is_bulk(source)) {
             return 0;
         }
         const u32 tokens = shared.counts.tokens[source];
@@ -85,18 +85,18 @@ constexpr u32 LOADED = DISPATCH_VECTORS;
 #endif
 
 // Loads what a piece of a share's tokens is made of.
-__device__ __forceinline__ void load_own(const FewRows& few, const Share& share, const DispatchPiece& piece,
-                                         uint4 (&loaded)[LOADED]) {
-    const ExpertsWork& work = few.work;
+__device__ __forceinline__ void load_own(const LowLatencyDispatch& low_latency, const BlockRows& own_rows,
+                                         const DispatchPiece& piece, uint4 (&loaded)[LOADED]) {
+    const ExpertsWork& work = low_latency.work;
 #if QUANTIZES
-    const char* input = work.input + static_cast<u64>(share.from) * few.rows.vectors * TOKEN_VECTORS * 16;
-    const u64 first = (static_cast<u64>(piece.row) * few.rows.vectors + piece.at[0]) * TOKEN_VECTORS;
+    const char* input = work.input + static_cast<u64>(own_rows.from) * low_latency.rows.vectors * TOKEN_VECTORS * 16;
+    const u64 first = (static_cast<u64>(piece.row) * low_latency.rows.vectors + piece.at[0]) * TOKEN_VECTORS;
 #pragma unroll
     for (u32 i = 0; i < TOKEN_VECTORS; ++i) {
         loaded[i] = piece.live[0] ? load_plain(input + 16 * (first + i)) : make_uint4(0, 0, 0, 0);
     }
 #else
-    piece.load(work.input + (share.from + piece.row) * work.row_bytes, loaded);
+    piece.load(work.input + (own_rows.from + piece.row) * work.row_bytes, loaded);
 #endif
 }
 
@@ -104,16 +104,17 @@ __device__ __forceinline__ void load_own(const FewRows& few, const Share& share,
 // vector)` with their scales, whole warps with the same ones. `prepare()`, called by all threads before that, says where
 // they go; the first pieces are under way meanwhile.
 template <typename Prepare, typename Store, typename StoreScales>
-__device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& share, Prepare prepare, Store store,
+__device__ __forceinline__ void for_own_rows(const LowLatencyDispatch& low_latency, const BlockRows& own_rows,
+                                             Prepare prepare, Store store,
                                              StoreScales store_scales) {
-    const ExpertsWork& work = few.work;
-    const u32 count = share.to - share.from;
-    const u32 pieces = few.pieces(), end = count * pieces, step = share.parts * WARPS;
-    u32 nth = share.part * WARPS + threadIdx.x / 32;
-    DispatchPiece next(nth, pieces, few.rows.vectors);
+    const ExpertsWork& work = low_latency.work;
+    const u32 count = own_rows.to - own_rows.from;
+    const u32 pieces = low_latency.pieces(), end = count * pieces, step = own_rows.parts * WARPS;
+    u32 nth = own_rows.part * WARPS + threadIdx.x / 32;
+    DispatchPiece next(nth, pieces, low_latency.rows.vectors);
     uint4 loaded[LOADED];
     if (nth < end) {
-        load_own(few, share, next, loaded);
+        load_own(low_latency, own_rows, next, loaded);
     }
     prepare();
 #pragma unroll 1
@@ -125,8 +126,8 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
             found[i] = loaded[i];
         }
         if (nth + step < end) {
-            next = DispatchPiece(nth + step, pieces, few.rows.vectors);
-            load_own(few, share, next, loaded);
+            next = DispatchPiece(nth + step, pieces, low_latency.rows.vectors);
+            load_own(low_latency, own_rows, next, loaded);
         }
 #if QUANTIZES
         float scale;
@@ -146,11 +147,11 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
 #endif
     }
 #if !QUANTIZES
-    const u32 each = few.scale_vectors(), bytes = static_cast<u32>(work.scale_bytes);
+    const u32 each = low_latency.scale_vectors(), bytes = static_cast<u32>(work.scale_bytes);
     const bool words = (work.scale_bytes | reinterpret_cast<u64>(work.input_scales)) % 4 == 0;
-    for (u32 i = threadIdx.x / 32; i < count * each && share.is_first(); i += WARPS) {
+    for (u32 i = threadIdx.x / 32; i < count * each && own_rows.is_first(); i += WARPS) {
         const u32 row = i / each, nth = i - row * each, left = bytes - 16 * nth;
-        const char* from = work.input_scales + static_cast<u64>(share.from + row) * bytes + 16 * nth;
+        const char* from = work.input_scales + static_cast<u64>(own_rows.from + row) * bytes + 16 * nth;
         u32 found[4] = {};
 #pragma unroll
         for (u32 word = 0; word < 4; ++word) {
@@ -169,14 +170,15 @@ __device__ __forceinline__ void for_own_rows(const FewRows& few, const Share& sh
 
 // Stores a vector of scales of a row where it belongs. `places` are those of its experts, if rows lie by expert. Called
 // by all threads of a warp: each stores one word of the vector, by expert at some of the places, which are far apart.
-__device__ __forceinline__ void keep_scales(const FewRows& few, u32 place, const int* places, u32 nth, uint4 vector) {
-    const ExpertsWork& work = few.work;
-    const u32 bytes = static_cast<u32>(work.scale_bytes), first = nth * few.scale_span;
+__device__ __forceinline__ void keep_scales(const LowLatencyDispatch& low_latency, u32 place, const int* places, u32 nth,
+                                            uint4 vector) {
+    const ExpertsWork& work = low_latency.work;
+    const u32 bytes = static_cast<u32>(work.scale_bytes), first = nth * low_latency.scale_span;
     const u32 unit = bytes % 4 == 0 ? 4 : 1, units = bytes / unit;
     const u32 word = threadIdx.x % 4, lane = threadIdx.x % 32 / 4;
     const u32 found = word < 2 ? (word == 0 ? vector.x : vector.y) : (word == 2 ? vector.z : vector.w);
     auto store = [&](char* scales, u64 row, u64 stride) {
-        for (u32 byte = 4 * word; byte < 4 * word + 4 && byte < few.scale_span && first + byte < bytes; byte += unit) {
+        for (u32 byte = 4 * word; byte < 4 * word + 4 && byte < low_latency.scale_span && first + byte < bytes; byte += unit) {
             const u32 value = found >> 8 * (byte % 4);
             const u64 to = row + (first + byte) / unit * stride;
             if (unit == 4) {
@@ -201,10 +203,10 @@ __device__ __forceinline__ void keep_scales(const FewRows& few, u32 place, const
 }
 
 // Stores a piece of a row where it belongs.
-__device__ __forceinline__ void keep_piece(const FewRows& few, u32 place, const int* places,
+__device__ __forceinline__ void keep_piece(const LowLatencyDispatch& low_latency, u32 place, const int* places,
                                            const DispatchPiece& piece,
                                            const uint4 (&vectors)[DISPATCH_VECTORS]) {
-    const ExpertsWork& work = few.work;
+    const ExpertsWork& work = low_latency.work;
 #if BY_EXPERT
     store_by_expert(work, places, piece, vectors);
 #else
@@ -214,13 +216,14 @@ __device__ __forceinline__ void keep_piece(const FewRows& few, u32 place, const 
 
 // Keeps what belongs to id `k` of a row: the number of the expert here or -1, the weight, which row of that expert from
 // that source it is, the number of the token. `place` is the row's, or NOWHERE.
-__device__ __forceinline__ void keep_detail(const FewRows& few, const Share& share, u32 source, u32 place, u32 k,
+__device__ __forceinline__ void keep_detail(const LowLatencyDispatch& low_latency, const BlockRows& own_rows, u32 source,
+                                            u32 place, u32 k,
                                             uint4 detail, int* expert_place) {
-    const ExpertsWork& work = few.work;
+    const ExpertsWork& work = low_latency.work;
     const u64 at = static_cast<u64>(place) * work.top_k + k;
-    const bool keeps = place != NOWHERE && share.is_first();
+    const bool keeps = place != NOWHERE && own_rows.is_first();
 #if BY_EXPERT
-    const u32 local = few.routing.local;
+    const u32 local = low_latency.routing.local;
     const bool has_place = place != NOWHERE && detail.x < local;
     *expert_place = has_place ? place_for_expert(work, local, source, detail.x, detail.z) : -1;
     if (keeps) {
@@ -239,9 +242,9 @@ __device__ __forceinline__ void keep_detail(const FewRows& few, const Share& sha
 }
 
 // The places by expert of a row of a tile; no address if rows lie by rank.
-__device__ __forceinline__ const int* places_of(const FewRows& few, u32 within) {
+__device__ __forceinline__ const int* places_of(const LowLatencyDispatch& low_latency, u32 within) {
 #if BY_EXPERT
-    return expert_places + within * few.work.top_k;
+    return expert_places + within * low_latency.work.top_k;
 #else
     return nullptr;
 #endif
@@ -266,34 +269,34 @@ __device__ __forceinline__ uint4 detail_of(const Routing& routing, u32 token, u3
 }
 
 // Numbers the rows of a share's tokens, and tells peers what belongs to these.
-__device__ __forceinline__ void send_details(const FewRows& few, const Share& share) {
-    const ExpertsWork& work = few.work;
-    const u32 count = share.to - share.from, first = share.from * work.top_k;
-    number_tile(few.routing, share.from, count);
+__device__ __forceinline__ void send_details(const LowLatencyDispatch& low_latency, const BlockRows& own_rows) {
+    const ExpertsWork& work = low_latency.work;
+    const u32 count = own_rows.to - own_rows.from, first = own_rows.from * work.top_k;
+    number_tile(low_latency.routing, own_rows.from, count);
     for (u32 i = threadIdx.x; i < count * work.top_k && !work.known; i += THREADS) {
         const u32 within = i / work.top_k, k = i - within * work.top_k;
         u32 before = 0;
 #if BY_EXPERT
-        const u32 expert = few.routing.expert(first + i);
-        before = expert == NOWHERE ? 0 : place_in_expert(few.routing, share.from, i, expert);
+        const u32 expert = low_latency.routing.expert(first + i);
+        before = expert == NOWHERE ? 0 : place_in_expert(low_latency.routing, own_rows.from, i, expert);
         expert_places[i] = static_cast<int>(before);
 #endif
-        for (u32 rank = 0; rank < WORLD && share.is_first(); ++rank) {
+        for (u32 rank = 0; rank < WORLD && own_rows.is_first(); ++rank) {
             const u32 row = shared.places[within][rank];
-            if (rank != few.session.comm.rank && row != NOWHERE) {
-                const uint4 detail = detail_of(few.routing, share.from + within, first + i, rank, before);
-                few.details.send(few.session, rank, row, k, detail);
+            if (rank != low_latency.session.comm.rank && row != NOWHERE) {
+                const uint4 detail = detail_of(low_latency.routing, own_rows.from + within, first + i, rank, before);
+                low_latency.details.send(low_latency.session, rank, row, k, detail);
             }
         }
     }
 }
 
 // Sends a share of this rank's tokens to its peers. Called by all threads of a block, which has counted the tokens
-// before the share.
-__device__ __forceinline__ void send_few(const FewRows& few, const Share& share) {
-    const u32 own = few.session.comm.rank;
+// before the own_rows.
+__device__ __forceinline__ void send_low_latency(const LowLatencyDispatch& low_latency, const BlockRows& own_rows) {
+    const u32 own = low_latency.session.comm.rank;
     for_own_rows(
-        few, share, [&]() { send_details(few, share); },
+        low_latency, own_rows, [&]() { send_details(low_latency, own_rows); },
         [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_VECTORS]) {
             // Ranks alternate from vector to vector, as in `store_row_vector`.
 #pragma unroll
@@ -302,8 +305,9 @@ __device__ __forceinline__ void send_few(const FewRows& few, const Share& share)
                 for (u32 rank = 0; rank < WORLD; ++rank) {
                     const u32 row = shared.places[piece.row][rank];
                     if (rank != own && row != NOWHERE) {
-                        EscapedSlot(few.session, rank, own)
-                            .send(few.session.epoch, row * few.rows.stride + piece.at[i], vectors[i], piece.live[i]);
+                        EscapedSlot(low_latency.session, rank, own)
+                            .send(low_latency.session.epoch, row * low_latency.rows.stride + piece.at[i], vectors[i],
+                                  piece.live[i]);
                     }
                 }
             }
@@ -311,16 +315,16 @@ __device__ __forceinline__ void send_few(const FewRows& few, const Share& share)
         [&](u32 within, u32 nth, uint4 vector) {
             const u32 rank = threadIdx.x % 32, row = rank < WORLD ? shared.places[within][rank] : NOWHERE;
             if (rank != own && row != NOWHERE) {
-                few.details.send(few.session, rank, row, few.scales_begin + nth, vector);
+                low_latency.details.send(low_latency.session, rank, row, low_latency.scales_begin + nth, vector);
             }
         });
 }
 
 // Finds where this rank's own rows of a share belong, and keeps what belongs to these.
-__device__ __forceinline__ void keep_details(const FewRows& few, const Share& share) {
-    const ExpertsWork& work = few.work;
-    const u32 rank = few.session.comm.rank, count = share.to - share.from;
-    place_tile(few.routing, share.from, count);
+__device__ __forceinline__ void keep_details(const LowLatencyDispatch& low_latency, const BlockRows& own_rows) {
+    const ExpertsWork& work = low_latency.work;
+    const u32 rank = low_latency.session.comm.rank, count = own_rows.to - own_rows.from;
+    place_tile(low_latency.routing, own_rows.from, count);
     for (u32 i = threadIdx.x; i < count * work.top_k && (BY_EXPERT || !work.known); i += THREADS) {
         const u32 within = i / work.top_k, k = i - within * work.top_k, place = shared.places[within][rank];
         int* expert_place = nullptr;
@@ -333,9 +337,9 @@ __device__ __forceinline__ void keep_details(const FewRows& few, const Share& sh
             continue;
         }
 #endif
-        const u32 token = share.from + within;
-        const uint4 detail = detail_of(few.routing, token, token * work.top_k + k, rank, before);
-        keep_detail(few, share, rank, place, k, detail, expert_place);
+        const u32 token = own_rows.from + within;
+        const uint4 detail = detail_of(low_latency.routing, token, token * work.top_k + k, rank, before);
+        keep_detail(low_latency, own_rows, rank, place, k, detail, expert_place);
     }
     if (BY_EXPERT) {
         __syncthreads();
@@ -343,20 +347,20 @@ __device__ __forceinline__ void keep_details(const FewRows& few, const Share& sh
 }
 
 // Puts this rank's own rows of a share where they belong. Called by all threads of a block.
-__device__ __forceinline__ void keep_own(const FewRows& few, const Share& share) {
-    const u32 rank = few.session.comm.rank;
+__device__ __forceinline__ void keep_own(const LowLatencyDispatch& low_latency, const BlockRows& own_rows) {
+    const u32 rank = low_latency.session.comm.rank;
     for_own_rows(
-        few, share, [&]() { keep_details(few, share); },
+        low_latency, own_rows, [&]() { keep_details(low_latency, own_rows); },
         [&](const DispatchPiece& piece, const uint4 (&vectors)[DISPATCH_VECTORS]) {
             const u32 place = shared.places[piece.row][rank];
             if (place != NOWHERE) {
-                keep_piece(few, place, places_of(few, piece.row), piece, vectors);
+                keep_piece(low_latency, place, places_of(low_latency, piece.row), piece, vectors);
             }
         },
         [&](u32 within, u32 nth, uint4 vector) {
             const u32 place = shared.places[within][rank];
             if (place != NOWHERE) {
-                keep_scales(few, place, places_of(few, within), nth, vector);
+                keep_scales(low_latency, place, places_of(low_latency, within), nth, vector);
             }
         });
     if (BY_EXPERT) {
@@ -368,11 +372,11 @@ __device__ __forceinline__ void keep_own(const FewRows& few, const Share& share)
 
 // Receives a share of the rows that arrive from ranks with few tokens. Rows for which there is no room are received too.
 // Called by all threads of a block, which get the same answer: false if something does not arrive.
-__device__ __forceinline__ bool receive_few(const FewRows& few) {
-    const ExpertsWork& work = few.work;
-    const Session& session = few.session;
+__device__ __forceinline__ bool receive_low_latency(const LowLatencyDispatch& low_latency) {
+    const ExpertsWork& work = low_latency.work;
+    const Session& session = low_latency.session;
     // Where there are few rows, other blocks than those that send receive them: these are ready when they arrive.
-    const Share share(arriving.rows(), few.pieces(), worker_blocks() / 2);
+    const BlockRows own_rows(arriving.rows(), low_latency.pieces(), worker_blocks() / 2);
     // Where a row of the list belongs; `row` becomes its number among those of the source.
     auto place_of = [&](u32& row, u32& source) {
         source = arriving.rank_of(row);
@@ -380,10 +384,10 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
         return place < work.capacity ? place : NOWHERE;
     };
 #pragma unroll 1
-    for (u32 tile = share.from; tile < share.to; tile += TILE) {
-        const u32 left = share.to - tile, count = left < TILE ? left : TILE;
+    for (u32 tile = own_rows.from; tile < own_rows.to; tile += TILE) {
+        const u32 left = own_rows.to - tile, count = left < TILE ? left : TILE;
         bool bad = false;
-        const bool details = BY_EXPERT || (!work.known && share.is_first());
+        const bool details = BY_EXPERT || (!work.known && own_rows.is_first());
         for (u32 i = threadIdx.x; i < count * work.top_k && details && !bad; i += THREADS) {
             const u32 within = i / work.top_k, k = i - within * work.top_k;
             u32 row = tile + within, source;
@@ -397,21 +401,21 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
             }
 #endif
             uint4 detail;
-            bad = !few.details.receive(session, source, row, k, detail);
+            bad = !low_latency.details.receive(session, source, row, k, detail);
             if (!bad) {
-                keep_detail(few, share, source, place, k, detail, expert_place);
+                keep_detail(low_latency, own_rows, source, place, k, detail, expert_place);
             }
         }
         if (BY_EXPERT && __syncthreads_or(bad)) {
             return false;
         }
-        for_pieces<DISPATCH_VECTORS>(share, count, few.rows.vectors, [&](const DispatchPiece& piece) {
+        for_pieces<DISPATCH_VECTORS>(own_rows, count, low_latency.rows.vectors, [&](const DispatchPiece& piece) {
             u32 row = tile + piece.row, source;
             const u32 place = place_of(row, source);
             u32 at[DISPATCH_VECTORS];
 #pragma unroll
             for (u32 i = 0; i < DISPATCH_VECTORS; ++i) {
-                at[i] = row * few.rows.stride + piece.at[i];
+                at[i] = row * low_latency.rows.stride + piece.at[i];
             }
             uint4 found[DISPATCH_VECTORS];
             const EscapedSlot slot(session, session.comm.rank, source);
@@ -420,18 +424,18 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
                 return;
             }
             if (place != NOWHERE) {
-                keep_piece(few, place, places_of(few, piece.row), piece, found);
+                keep_piece(low_latency, place, places_of(low_latency, piece.row), piece, found);
             }
         });
-        const u32 each = few.scale_vectors();
-        for (u32 i = threadIdx.x / 32; i < count * each && share.is_first() && !bad; i += WARPS) {
+        const u32 each = low_latency.scale_vectors();
+        for (u32 i = threadIdx.x / 32; i < count * each && own_rows.is_first() && !bad; i += WARPS) {
             const u32 within = i / each, nth = i - within * each;
             u32 row = tile + within, source;
             const u32 place = place_of(row, source);
             uint4 vector;
-            bad = !few.details.receive(session, source, row, few.scales_begin + nth, vector);
+            bad = !low_latency.details.receive(session, source, row, low_latency.scales_begin + nth, vector);
             if (!bad && place != NOWHERE) {
-                keep_scales(few, place, places_of(few, within), nth, vector);
+                keep_scales(low_latency, place, places_of(low_latency, within), nth, vector);
             }
         }
         if (__syncthreads_or(bad)) {
@@ -445,16 +449,16 @@ __device__ __forceinline__ bool receive_few(const FewRows& few) {
 // threads of the leader block, which knows what arrives.
 __device__ __forceinline__ void discard_unexpected(const Session& session, const ExpertsWork& work) {
     const Routing routing(work);
-    const FewRows few(session, routing);
-    if (!few.sent().receive(few.session, few.work.inbox_tokens)) {
+    const LowLatencyDispatch low_latency(session, routing);
+    if (!low_latency.sent().receive(low_latency.session, low_latency.work.inbox_tokens)) {
         return;
     }
     for (u32 source = 0; source < WORLD; ++source) {
-        const u32 expected = few.arriving(source);
+        const u32 expected = low_latency.arriving(source);
         if (sent_here[source] > expected && threadIdx.x == 0 && wrong_in_handle == 0) {
-            notify_of_handle(few.session, WRONG_ROWS, sent_here[source]);
+            notify_of_handle(low_latency.session, WRONG_ROWS, sent_here[source]);
         }
-        discard_rows(few.session, few.rows, source, expected, [](u32) { return false; });
+        discard_rows(low_latency.session, low_latency.rows, source, expected, [](u32) { return false; });
     }
 }
 
@@ -462,19 +466,19 @@ __device__ __forceinline__ void discard_unexpected(const Session& session, const
 // what arrives.
 __device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
     const Routing routing(work);
-    const FewRows few(session, routing);
-    UsedBytes used = used_flags_of(few);
-    used.ll = few.details.begin + few.details.bytes();
+    const LowLatencyDispatch low_latency(session, routing);
+    UsedBytes used = used_flags_of(low_latency);
+    used.ll = low_latency.details.begin + low_latency.details.bytes();
     expire_old_flags(session, used);
-    const SentRows sent = few.sent();
+    const SentRows sent = low_latency.sent();
     for (u32 source = 0; source < WORLD; ++source) {
         if (work.known) {
             // The first vector of the counts is in use.
             expire_bytes(session, sent.slot(session, session.comm.rank, source) + 32, 32ull * (sent.stride - 1));
         }
-        const u32 rows = few.arriving(source);
-        few.details.expire(session, source, rows);
-        few.rows.expire(session, source, rows);
+        const u32 rows = low_latency.arriving(source);
+        low_latency.details.expire(session, source, rows);
+        low_latency.rows.expire(session, source, rows);
     }
 }
 

@@ -1,4 +1,4 @@
-"""The compiler pass that fuses products of matrices with all-gathers and reduce-scatters, on ranks of the
+"""The compiler pass that fuses matrix products with all-gathers and reduce-scatters, on ranks of the
 CPU."""
 
 import torch
@@ -288,5 +288,5 @@ def test_sizes_that_are_not_known_change_nothing(tmp_path):
     assert values(2, dynamic, str(tmp_path), limit=240) == [[]] * 2
 
 
-def test_what_only_resembles_fused_products_stays_as_it_is(tmp_path):
+def test_what_only_resembles_fused_matmuls_stays_as_it_is(tmp_path):
     assert values(2, leaves, str(tmp_path), limit=240) == [[]] * 2

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["Meeting"]
+__all__ = ["TurnRanks"]
 
 
-class Meeting:
+class TurnRanks:
     """The ranks of a turn, for as long as it lasts. Its keys in the store have the turn's name."""
 
     def __init__(self, torch: Any, device: Any, timeout: float, turn: str):
@@ -42,7 +42,7 @@ class Meeting:
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self.world)]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Waits for all ranks and their devices."""
         self.synchronize()
         self.gather(None)

@@ -11,7 +11,9 @@ use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::jit::kernel_beside;
-use crate::jit::sources::{F32, FEW_AND_MOST, Kernel, OTHERS, REDUCTIONS, SOME_DTYPES, SUM, WIDE};
+use crate::jit::sources::{
+    F32, Kernel, OTHERS, REDUCTIONS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8,
+};
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
 /// Most SMs of an all-reduce in stages beside compute. Beside matrix products of two H100s, 128 MiB take 697 us with 32 SMs
@@ -29,18 +31,18 @@ pub(in crate::cuda) enum Results {
 
 /// All-reduce in two shots, and reduce-scatter, in stages through scratch.
 pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
-    "all_reduce" / "two_shot_stages",
-    [FEW_AND_MOST, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
+    "all_reduce" / "two_shot_pipeline",
+    [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
     [OTHERS, F32, SUM, REDUCTIONS, WIDE],
 );
 
 pub(super) const ROW: AllReduce = AllReduce {
-    name: Name::TwoShotStages,
+    name: Name::TwoShotPipeline,
     one_of: None,
     fits: |shape, _| shape.world > 1,
     pays_off: always,
     most_bytes: |_, _| u64::MAX,
-    kernel: |_, of, _| KernelSpec::two_shot_stages(of, TwoShotCollective::AllReduce),
+    kernel: |_, of, _| KernelSpec::two_shot_pipeline(of, TwoShotCollective::AllReduce),
     launch,
     cases: Cases { count: 100_000, in_pieces: false, min_count: 10_000 },
 };
@@ -51,7 +53,7 @@ pub(super) const ROW: AllReduce = AllReduce {
 unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
     let results = if call.output_window { Results::Direct } else { Results::ThroughScratch };
     // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
-    unsafe { in_stages(engine, call.work, TwoShotCollective::AllReduce, results) }
+    unsafe { by_pipeline(engine, call.work, TwoShotCollective::AllReduce, results) }
 }
 
 /// Sends inputs through scratch in stages, and results of an all-reduce into outputs that are windows or through
@@ -60,14 +62,14 @@ unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Resul
 /// # Safety
 ///
 /// You must keep the promises of [`AllReduceCall`].
-pub(in crate::cuda) unsafe fn in_stages(
+pub(in crate::cuda) unsafe fn by_pipeline(
     engine: &mut dyn KernelLauncher,
     work: &Work,
     collective: TwoShotCollective,
     results: Results,
 ) -> Result<()> {
     let reduction = (work.dtype, work.op);
-    let loaded = engine.kernel(KernelSpec::two_shot_stages(reduction, collective))?;
+    let loaded = engine.kernel(KernelSpec::two_shot_pipeline(reduction, collective))?;
     // Peer blocks divide a share of an all-reduce, and a part of a reduce-scatter.
     let both = collective == TwoShotCollective::AllReduce;
     let loaded = if both { loaded.beside_compute(ALL_REDUCE_BESIDE_COMPUTE) } else { loaded };
@@ -84,7 +86,7 @@ pub(in crate::cuda) unsafe fn in_stages(
 
 impl KernelSpec {
     /// A collective of two shots, or of the first one, in stages through scratch.
-    pub(in crate::cuda) fn two_shot_stages(
+    pub(in crate::cuda) fn two_shot_pipeline(
         reduction: (DType, ReduceOp),
         collective: TwoShotCollective,
     ) -> Self {

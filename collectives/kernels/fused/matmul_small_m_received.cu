@@ -1,13 +1,13 @@
-//! The end of a product of few rows where kernels of other communicators may need SMs (`fused/matmul_few.cu`): a launch behind
+//! The end of a product of few rows where kernels of other communicators may need SMs (`fused/matmul_small_m.cu`): a launch behind
 //! the one that has made and sent this rank's product waits for those of its peers, and adds all up. Its blocks may all run at the
 //! same time whatever else does. Defines: WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1).
 
-#include <fused/few_rows.cuh>
+#include <fused/small_m_sums.cuh>
 
 using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_matmul_few_received(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_matmul_small_m_received(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin_kernel(comm.early);
     Session session(comm);
     const SmGrant grant(comm);

@@ -35,7 +35,7 @@ struct Stages {
     const Call& call;
     const RankChunks<GATHERS> chunks;
     const PeerBlocks peer_blocks;
-    const Split split;
+    const EvenSplit split;
     const bool through_scratch;  // whether results are
     u32 each;                    // vectors of an index in a stage; 32 bits, as registers are few
     u32 count;                   // how many stages there are, the same for all indices on all ranks
@@ -188,7 +188,7 @@ struct Stages {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_two_shot_stages(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_two_shot_pipeline(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     begin_kernel(comm.early);
     Session session(comm);
     const SmGrant grant(comm);

@@ -1,4 +1,4 @@
-//! A product of matrices with few rows, added up over all ranks: a matmul and an all-reduce in one.
+//! A matrix product with few rows, added up over all ranks: a matmul and an all-reduce in one.
 //!
 //! What takes time is to load the right matrix, of which each cluster of blocks has tiles of 128 columns; each of its blocks
 //! has a part of the inner dimension. Tensor cores multiply 64 rows at least, and here these are columns of the right matrix: the
@@ -10,11 +10,11 @@
 //! all peers have arrived, they are added up in the order of ranks, so all ranks get the same bits. The handshake is made by a
 //! warp of the first block, for which no data waits.
 //!
-//! Where kernels of other communicators may need SMs, another launch waits and adds up (`fused/matmul_few_received.cu`). Defines:
-//! WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1); CLUSTER: 2, 4 or 8; TOKENS: 8, 16, 32 or 64;
-//! RIGHT_BY_ROWS: whether rows of the right matrix in memory are those of the inner dimension (1).
+//! Where kernels of other communicators may need SMs, another launch waits and adds up
+//! (`fused/matmul_small_m_received.cu`). Defines: WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1); CLUSTER: 2, 4 or 8; TOKENS: 8, 16, 32 or
+//! 64; RIGHT_BY_ROWS: whether rows of the right matrix in memory are those of the inner dimension (1).
 
-#include <fused/few_rows.cuh>
+#include <fused/small_m_sums.cuh>
 #include <fused/matmul_layout.cuh>
 #include <fused/stages.cuh>
 
@@ -71,7 +71,7 @@ public:
 
 // --- one thread loads
 
-__device__ __forceinline__ void load_tile_factors(const MatmulFewWork& work, const SharedMemory& shared, Blocks blocks,
+__device__ __forceinline__ void load_tile_factors(const MatmulSmallMWork& work, const SharedMemory& shared, Blocks blocks,
                                                   u32 column, Stage& stage) {
 #pragma unroll 1
     for (u32 nth = blocks.begin; nth < blocks.end; ++nth, stage.advance()) {
@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply_tile(const SharedMemory& shared, Blocks
         for (u32 step = 0; step < BLOCK_BYTES / STEP_BYTES; ++step) {
             // A transposed block has 128 bytes for each of the inner dimension's rows.
             const u32 further = RIGHT_BY_ROWS ? STEP_BYTES / 2 * BLOCK_BYTES : STEP_BYTES;
-            multiply_few<TYPE, RIGHT_BY_ROWS, TOKENS>(sums, right + step * further, left + step * STEP_BYTES);
+            multiply_small<TYPE, RIGHT_BY_ROWS, TOKENS>(sums, right + step * further, left + step * STEP_BYTES);
         }
         end_batch();
         // The batch before has ended when only this one is left.
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_tile(const SharedMemory& shared, Blocks
         before = stage.at;
         stage.advance();
     }
-    await_few_sums<TOKENS>(sums);
+    await_small_sums<TOKENS>(sums);
     if (blocks.begin < blocks.end) {
         leave(before);
     }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void multiply_tile(const SharedMemory& shared, Blocks
 
 // The vectors of a tile that a thread of the groups of a block of a cluster has.
 struct Vectors {
-    const MatmulFewWork& work;
+    const MatmulSmallMWork& work;
     u32 tile, block, thread;
 
     // Calls `visit` with each vector's row, its first column in the tile, and its number among those of the product.
@@ -189,8 +189,8 @@ __device__ __forceinline__ void let_meet() {
 }
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_matmul_few(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
-                        const __grid_constant__ MatmulFewWork work) {
+    symmpool_matmul_small_m(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+                        const __grid_constant__ MatmulSmallMWork work) {
     begin_kernel(comm.early);
     Session session(comm);
     const u64 each = call.bytes / 16;

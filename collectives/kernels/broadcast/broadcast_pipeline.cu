@@ -34,7 +34,7 @@ struct Broadcast {
     char* const* outputs;  // addresses in every rank, as this one reaches them; nullptr where data passes through scratch
     const PeerBlocks peer_blocks;
     const u64 share;  // vectors of a share, whole lines
-    const Split split;
+    const EvenSplit split;
     u32 each;   // vectors of an index in a stage
     u32 count;  // how many stages there are, the same for all indices on all ranks
 
@@ -261,7 +261,7 @@ __device__ __forceinline__ void tell_place(const Session& session, PeerBlocks pe
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_broadcast_stages(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_broadcast_pipeline(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
     __shared__ char* outputs[WORLD];
     begin_kernel(comm.early);
     Session session(comm);

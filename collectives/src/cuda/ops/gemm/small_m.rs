@@ -7,10 +7,10 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::{BLOCK_BYTES, THREADS};
 use crate::call::Call;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::mode::{FewRowsMode, KernelMode};
+use crate::cuda::kernel::mode::{KernelMode, SmallMMode};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS as REDUCE_THREADS};
-use crate::cuda::layout::params::{CallParams, MatmulFewWork};
-use crate::jit::sources::{MATMUL_FEW, MATMUL_FEW_RECEIVED};
+use crate::cuda::layout::params::{CallParams, MatmulSmallMWork};
+use crate::jit::sources::{MATMUL_SMALL_M, MATMUL_SMALL_M_RECEIVED};
 use crate::{MatmulAllReduce, ReduceOp};
 
 /// Columns of a tile.
@@ -40,11 +40,11 @@ fn cluster_of(tiles: u32, inner_blocks: u32, sm_count: u32) -> u32 {
 
 impl CudaEngine {
     /// Whether the largest inbox that there is has room for a product of so many rows and columns of 16-bit numbers.
-    pub(crate) fn has_room_for_product(&self, rows: usize, columns: usize) -> bool {
-        self.products_fit(rows, columns, self.largest_lamport_vectors())
+    pub(crate) fn has_room_for_matmul(&self, rows: usize, columns: usize) -> bool {
+        self.gemms_fit(rows, columns, self.largest_lamport_vectors())
     }
 
-    fn products_fit(&self, rows: usize, columns: usize, inbox_vectors: u64) -> bool {
+    fn gemms_fit(&self, rows: usize, columns: usize, inbox_vectors: u64) -> bool {
         let vectors = (rows as u64).saturating_mul(columns as u64) / 8;
         let ranks = u64::from(self.world());
         ranks == 1 || vectors.saturating_mul(ranks) <= inbox_vectors
@@ -59,37 +59,33 @@ impl CudaEngine {
     pub(crate) unsafe fn matmul_all_reduce(
         &mut self,
         call: Call,
-        product: &MatmulAllReduce,
+        gemm: &MatmulAllReduce,
         stream: Stream,
     ) -> Result<()> {
-        let work =
-            self.begin_product(product.check(), |engine| engine.few_rows(product), stream)?;
+        let work = self.begin_gemm(gemm.check(), |engine| engine.small_m_work(gemm), stream)?;
         let sm_count = self.sm_count();
         let cluster = cluster_of(work.tiles, work.inner_blocks, sm_count);
-        let mode = FewRowsMode {
-            right_by_rows: product.right_by_rows,
-            cluster,
-            tokens: tokens(product.rows),
-        };
-        let reduction = (product.dtype, if product.mean { ReduceOp::Avg } else { ReduceOp::Sum });
+        let mode =
+            SmallMMode { right_by_rows: gemm.right_by_rows, cluster, tokens: tokens(gemm.rows) };
+        let reduction = (gemm.dtype, if gemm.mean { ReduceOp::Avg } else { ReduceOp::Sum });
         let kernel = self
             .kernel(KernelSpec {
-                mode: KernelMode::FewRows(mode),
+                mode: KernelMode::SmallM(mode),
                 threads: THREADS,
                 lamport: true,
-                ..KernelSpec::reduces(&MATMUL_FEW, reduction)
+                ..KernelSpec::reduces(&MATMUL_SMALL_M, reduction)
             })?
             .on_all_sms();
         let in_two = self.world() > 1 && !kernel.budget.early;
-        tracing::debug!(rows = product.rows, cluster, in_two, %call, "a product of few rows");
+        tracing::debug!(rows = gemm.rows, cluster, in_two, %call, "a product of few rows");
         // Loaded before anything is on the stream: loading may wait for what runs.
-        let received = KernelSpec::reduces(&MATMUL_FEW_RECEIVED, reduction);
+        let received = KernelSpec::reduces(&MATMUL_SMALL_M_RECEIVED, reduction);
         let received = KernelSpec { lamport: true, ..received };
         let received = if in_two { Some(self.kernel(received)?) } else { None };
-        let bytes = (product.rows * product.columns * product.dtype.size()) as u64;
-        let params = CallParams { output: product.out, bytes, ..CallParams::of(&call) };
+        let bytes = (gemm.rows * gemm.columns * gemm.dtype.size()) as u64;
+        let params = CallParams { output: gemm.out, bytes, ..CallParams::of(&call) };
         let grid = work.tiles.min((sm_count / cluster).max(1)) * cluster;
-        let work = MatmulFewWork { receives: u32::from(!in_two), ..work };
+        let work = MatmulSmallMWork { receives: u32::from(!in_two), ..work };
         // SAFETY: the caller promised that the matrices are there until the stream has done the call, and that nothing
         // else touches them; the maps have the sizes that the product was checked for.
         unsafe { self.launch_with_work(kernel, (grid, THREADS), &params, &work, stream) }?;
@@ -102,21 +98,21 @@ impl CudaEngine {
         unsafe { self.launch_rest(kernel, grid, &params, &(), stream) }
     }
 
-    fn few_rows(&self, product: &MatmulAllReduce) -> Result<MatmulFewWork> {
-        let MatmulAllReduce { dtype, rows, inner, columns, right_by_rows, .. } = *product;
-        if !self.products_fit(rows, columns, self.control.lamport_vectors()) {
+    fn small_m_work(&self, gemm: &MatmulAllReduce) -> Result<MatmulSmallMWork> {
+        let MatmulAllReduce { dtype, rows, inner, columns, right_by_rows, .. } = *gemm;
+        if !self.gemms_fit(rows, columns, self.control.lamport_vectors()) {
             return Err(Error::unsupported(format!(
-                "a product of {rows} rows and {columns} columns on rank {}: the inbox has no room for those of all ranks; give \
+                "a gemm of {rows} rows and {columns} columns on rank {}: the inbox has no room for those of all ranks; give \
                  the communicator more device memory, or multiply and all-reduce separately",
                 self.rank()
             )));
         }
         let size = dtype.size();
         let box_of_left = (tokens(rows) as usize, BLOCK_BYTES / size, size);
-        let left_pitch = rows as u64 * product.left.pitch;
-        Ok(MatmulFewWork {
-            left: self.tensor_map((product.left, left_pitch), (1, rows, inner), box_of_left)?,
-            right: self.right_map(dtype, (product.right, right_by_rows), (inner, columns))?,
+        let left_pitch = rows as u64 * gemm.left.pitch;
+        Ok(MatmulSmallMWork {
+            left: self.tensor_map((gemm.left, left_pitch), (1, rows, inner), box_of_left)?,
+            right: self.right_map(dtype, (gemm.right, right_by_rows), (inner, columns))?,
             rows: rows as u32,
             columns: columns as u32,
             inner_blocks: (inner * size).div_ceil(BLOCK_BYTES) as u32,

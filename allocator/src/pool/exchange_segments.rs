@@ -43,7 +43,7 @@ impl Message for HandlesMessage {
 
 /// A segment that is to be shared.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Fresh {
+pub(super) struct SegmentToMap {
     /// Index of its lane among the locked lanes.
     lane: usize,
     segment: Segment,
@@ -54,11 +54,11 @@ pub(super) struct Fresh {
 impl Pool {
     /// Steps 3 and 4. Afterwards every rank has mapped the fresh segments of all peers, or no rank has mapped
     /// any. `ready` is an error if this rank has failed already.
-    pub(super) fn share(
+    pub(super) fn exchange_segments(
         &self,
         committer: &mut Committer,
         locked: &mut [LockedLane<'_>],
-        fresh: &[Fresh],
+        fresh: &[SegmentToMap],
         ready: Result<()>,
         deadline: Deadline,
     ) -> Result<()> {
@@ -132,7 +132,7 @@ impl Pool {
         peers: &mut Peers,
         own: &[SegmentHandle<'_>],
         ready: Result<()>,
-        fresh: &[Fresh],
+        fresh: &[SegmentToMap],
         mapping: &mut Mapping<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
@@ -148,7 +148,7 @@ impl Pool {
     }
 
     /// Maps segments whose handles follow from their place, so that none are exchanged.
-    fn map_derived(&self, fresh: &[Fresh], mapping: &mut Mapping<'_>) -> Result<Vec<u32>> {
+    fn map_derived(&self, fresh: &[SegmentToMap], mapping: &mut Mapping<'_>) -> Result<Vec<u32>> {
         self.at_receive_and_map()?;
         for slot in self.0.heap.peers() {
             mapping.map(slot, fresh, fresh.iter().map(|_| Exported::Derived))?;
@@ -162,7 +162,7 @@ impl Pool {
         sockets: &mut PeerSockets,
         own: &[SegmentHandle<'_>],
         mut ready: Result<()>,
-        fresh: &[Fresh],
+        fresh: &[SegmentToMap],
         mapping: &mut Mapping<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
@@ -191,7 +191,7 @@ impl Pool {
         &self,
         own: &[SegmentHandle<'_>],
         ready: Result<()>,
-        fresh: &[Fresh],
+        fresh: &[SegmentToMap],
         mapping: &mut Mapping<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
@@ -234,7 +234,7 @@ impl Pool {
         &self,
         transport: Transport,
         locked: &'a [LockedLane<'_>],
-        fresh: &[Fresh],
+        fresh: &[SegmentToMap],
     ) -> Result<Vec<SegmentHandle<'a>>> {
         self.driver().at_step(Step::CommitExport)?;
         let mut exported = Vec::new();
@@ -292,18 +292,18 @@ impl SegmentHandle<'_> {
 }
 
 /// The segments that no commit has shared, by lane, then counter.
-pub(super) fn fresh_segments(locked: &[LockedLane<'_>]) -> Vec<Fresh> {
+pub(super) fn fresh_segments(locked: &[LockedLane<'_>]) -> Vec<SegmentToMap> {
     let mut all = Vec::new();
     for (lane, locked) in locked.iter().enumerate() {
         let shared = locked.inner.memory.shared_below;
         let new = locked.inner.state.segments().iter().filter(|new| new.counter >= shared);
         let from = all.len();
-        all.extend(new.map(|&segment| Fresh {
+        all.extend(new.map(|&segment| SegmentToMap {
             lane,
             segment,
             offset: locked.lane.base + segment.offset,
         }));
-        all[from..].sort_by_key(|fresh: &Fresh| fresh.segment.counter);
+        all[from..].sort_by_key(|fresh: &SegmentToMap| fresh.segment.counter);
     }
     all
 }
@@ -320,13 +320,13 @@ impl Mapping<'_> {
     fn map(
         &mut self,
         slot: u32,
-        fresh: &[Fresh],
+        fresh: &[SegmentToMap],
         handles: impl ExactSizeIterator<Item = Exported>,
     ) -> Result<()> {
         let driver = self.heap.driver();
         let fresh = &fresh[..handles.len()];
         let peer = self.heap.ranks()[slot as usize];
-        let doing = |fresh: &Fresh, error: Error| {
+        let doing = |fresh: &SegmentToMap, error: Error| {
             error.context(format!("mapping segment {} of rank {peer}", fresh.segment.counter))
         };
         let mut physicals = Vec::with_capacity(fresh.len());
@@ -355,11 +355,11 @@ impl Mapping<'_> {
     fn map_runs(
         &mut self,
         slot: u32,
-        fresh: &[Fresh],
+        fresh: &[SegmentToMap],
         physicals: &[Physical],
-        doing: impl Fn(&Fresh, Error) -> Error,
+        doing: impl Fn(&SegmentToMap, Error) -> Error,
     ) -> Result<()> {
-        let follows = |a: &Fresh, b: &Fresh| a.offset + a.segment.bytes == b.offset;
+        let follows = |a: &SegmentToMap, b: &SegmentToMap| a.offset + a.segment.bytes == b.offset;
         let mut at = 0;
         for run in fresh.chunk_by(follows) {
             let mapped = self.heap.map_all(slot, run[0].offset, &physicals[at..at + run.len()]);
@@ -371,7 +371,7 @@ impl Mapping<'_> {
     }
 
     /// Keeps the mappings, because every rank has confirmed.
-    fn keep(mut self, fresh: &[Fresh]) {
+    fn keep(mut self, fresh: &[SegmentToMap]) {
         self.done.clear();
         for fresh in fresh {
             self.heap.note_peers_mapped(fresh.offset, fresh.segment.bytes);

@@ -5,7 +5,7 @@ use symmpool_allocator::{Error, Result};
 use super::{MatrixView, are_aligned, are_sizes, are_types, taken};
 use crate::DType;
 
-/// The operands of [`Communicator::matmul_all_reduce_at`](crate::Communicator::matmul_all_reduce_at): a product of matrices, of
+/// The operands of [`Communicator::matmul_all_reduce_at`](crate::Communicator::matmul_all_reduce_at): a matrix product, of
 /// which the left one has few rows.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulAllReduce {
@@ -35,7 +35,7 @@ impl MatmulAllReduce {
 
     /// Refuses what tensor cores cannot be given. A product that passes here can be made on any device of compute
     /// capability 9.0 whose communicator has room for it
-    /// ([`has_room_for_product`](crate::Communicator::has_room_for_product)).
+    /// ([`has_room_for_matmul`](crate::Communicator::has_room_for_matmul)).
     ///
     /// # Errors
     ///

@@ -9,7 +9,7 @@ use symmpool_collectives::{
 };
 
 use crate::cuda::upload;
-use crate::matmul::{Matmul, POISON, ProductCall, by_columns, bytes_of, number, rounded};
+use crate::matmul::{Matmul, MatmulCall, POISON, by_columns, bytes_of, number, rounded};
 use crate::{ORDINARY, Options, expect_error};
 
 #[derive(Clone, Copy, Debug)]
@@ -35,32 +35,38 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     }
     // Less than a tile; tiles that are cut off on both sides, and as many blocks of the inner dimension as stages, with
     // each number of rows that kernels are compiled for; and more tiles than there are blocks on small devices.
-    let few = Case { rows: 1, inner: 8, columns: 8, ..Case::USUAL };
-    matmul.few(few)?;
-    matmul.few(Case { right_by_rows: false, mean: true, dtype: DType::F16, ..few })?;
+    let little = Case { rows: 1, inner: 8, columns: 8, ..Case::USUAL };
+    matmul.small_m(little)?;
+    matmul.small_m(Case { right_by_rows: false, mean: true, dtype: DType::F16, ..little })?;
     for rows in [8, 9, 32, 64] {
         let right_by_rows = rows % 2 == 0;
-        matmul.few(Case { rows, right_by_rows, ..Case::USUAL })?;
+        matmul.small_m(Case { rows, right_by_rows, ..Case::USUAL })?;
         if !options.quick {
             let other = Case { rows, right_by_rows: !right_by_rows, mean: true, ..Case::USUAL };
-            matmul.few(Case { dtype: DType::F16, inner: 4104, ..other })?;
-            matmul.few(Case { inner: 1000, columns: 8192, ..other })?;
+            matmul.small_m(Case { dtype: DType::F16, inner: 4104, ..other })?;
+            matmul.small_m(Case { inner: 1000, columns: 8192, ..other })?;
         }
     }
-    matmul.few(Case { rows: 5, inner: 72, columns: 1032, ..Case::USUAL })?;
+    matmul.small_m(Case { rows: 5, inner: 72, columns: 1032, ..Case::USUAL })?;
     // In clusters of four blocks, and of eight, on devices of 22 SMs or more.
-    matmul.few(Case { rows: 12, inner: 2056, ..Case::USUAL })?;
-    matmul.few(Case { rows: 2, inner: 4104, columns: 136, ..Case::USUAL })?;
+    matmul.small_m(Case { rows: 12, inner: 2056, ..Case::USUAL })?;
+    matmul.small_m(Case { rows: 2, inner: 4104, columns: 136, ..Case::USUAL })?;
     if !options.quick {
-        matmul.few(Case { rows: 17, columns: 20_000, ..Case::USUAL })?;
+        matmul.small_m(Case { rows: 17, columns: 20_000, ..Case::USUAL })?;
     }
     // With concurrent communicators, where a second launch adds up.
     matmul.renew(&CommunicatorOptions { concurrent: Some(2), ..options.communicator() })?;
-    matmul.few(Case { rows: 3, ..Case::USUAL })?;
-    matmul.few(Case { rows: 40, inner: 8, columns: 1024, right_by_rows: false, ..Case::USUAL })?;
+    matmul.small_m(Case { rows: 3, ..Case::USUAL })?;
+    matmul.small_m(Case {
+        rows: 40,
+        inner: 8,
+        columns: 1024,
+        right_by_rows: false,
+        ..Case::USUAL
+    })?;
     matmul.renew(&options.communicator())?;
-    matmul.refusals_of_few()?;
-    Ok(matmul.end("matmul_few"))
+    matmul.refusals_of_small_m()?;
+    Ok(matmul.end("matmul_small_m"))
 }
 
 impl Case {
@@ -87,15 +93,15 @@ impl Case {
         for rank in 0..world {
             let (left, right) = (self.left(seed, rank), self.right(seed, rank));
             for (row, sums) in sums.chunks_mut(self.columns).enumerate() {
-                let mut product = vec![0.0_f32; self.columns];
+                let mut gemm = vec![0.0_f32; self.columns];
                 let values = &left[row * self.inner..][..self.inner];
                 for (value, others) in values.iter().zip(right.chunks(self.columns)) {
-                    for (sum, other) in product.iter_mut().zip(others) {
+                    for (sum, other) in gemm.iter_mut().zip(others) {
                         *sum += value * other;
                     }
                 }
-                for (sum, product) in sums.iter_mut().zip(product) {
-                    *sum += rounded(product, self.dtype);
+                for (sum, gemm) in sums.iter_mut().zip(gemm) {
+                    *sum += rounded(gemm, self.dtype);
                 }
             }
         }
@@ -103,7 +109,7 @@ impl Case {
         bytes_of(sums.into_iter().map(|sum| sum * factor), self.dtype)
     }
 
-    fn product(&self, memory: &Memory) -> MatmulAllReduce {
+    fn gemm(&self, memory: &Memory) -> MatmulAllReduce {
         let of_right = if self.right_by_rows { self.columns } else { self.inner };
         let rows = |block: &Block<u8>, across: usize| MatrixView {
             begin: block.address(),
@@ -124,7 +130,7 @@ impl Case {
 }
 
 impl Matmul<'_> {
-    fn memory_of_few(&self, case: &Case) -> Result<Memory> {
+    fn memory_of_small_m(&self, case: &Case) -> Result<Memory> {
         let ordinary = self.pool.lane(ORDINARY)?;
         let matrix = |rows: usize, columns: usize| ordinary.alloc(2 * rows * columns);
         Ok(Memory {
@@ -134,17 +140,17 @@ impl Matmul<'_> {
         })
     }
 
-    fn few(&mut self, case: Case) -> Result<()> {
+    fn small_m(&mut self, case: Case) -> Result<()> {
         let (rank, world) = (self.pool.rank(), self.pool.world());
-        if !self.comm.make_room_for_product(case.dtype, (case.rows, case.columns), &self.stream)? {
+        if !self.comm.make_room_for_matmul(case.dtype, (case.rows, case.columns), &self.stream)? {
             return Ok(());
         }
-        let memory = self.memory_of_few(&case)?;
-        let product = case.product(&memory);
+        let memory = self.memory_of_small_m(&case)?;
+        let gemm = case.gemm(&memory);
         self.repeat(
             900,
             // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
-            |matmul| unsafe { matmul.comm.matmul_all_reduce_at(&product, 0, &matmul.stream) },
+            |matmul| unsafe { matmul.comm.matmul_all_reduce_at(&gemm, 0, &matmul.stream) },
             |matmul, seed| {
                 let right = case.right(seed, rank);
                 let right = match case.right_by_rows {
@@ -163,24 +169,24 @@ impl Matmul<'_> {
     }
 
     /// A product, for checks of all kinds of calls.
-    pub(crate) fn call_of_few(&self) -> Result<ProductCall<'_>> {
+    pub(crate) fn call_of_small_m(&self) -> Result<MatmulCall<'_>> {
         let case = Case::USUAL;
-        let memory = self.memory_of_few(&case)?;
+        let memory = self.memory_of_small_m(&case)?;
         let encode = |values: Vec<f32>| bytes_of(values, case.dtype);
         upload(self.pool, memory.left.address(), &encode(case.left(1, self.pool.rank())))?;
         upload(self.pool, memory.right.address(), &encode(case.right(1, self.pool.rank())))?;
         let output = (memory.out.address(), memory.out.len());
         let call = move |comm: &Communicator, stream: &Stream| {
             // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
-            unsafe { comm.matmul_all_reduce_at(&case.product(&memory), 0, stream) }
+            unsafe { comm.matmul_all_reduce_at(&case.gemm(&memory), 0, stream) }
         };
         Ok(("matmul_all_reduce", Rc::new(call), output, (output.0, 0)))
     }
 
     /// Checks calls that are refused on all ranks, and products that differ.
-    fn refusals_of_few(&mut self) -> Result<()> {
-        let memory = self.memory_of_few(&Case::USUAL)?;
-        let right = Case::USUAL.product(&memory);
+    fn refusals_of_small_m(&mut self) -> Result<()> {
+        let memory = self.memory_of_small_m(&Case::USUAL)?;
+        let right = Case::USUAL.gemm(&memory);
         for wrong in [
             MatmulAllReduce { rows: 65, ..right },
             MatmulAllReduce { columns: 12, ..right },
@@ -203,12 +209,12 @@ impl Matmul<'_> {
 
     /// A product on one rank, and on the others an all-reduce of what they have multiplied before, as ranks choose where they
     /// have different numbers of rows.
-    fn other_call(&mut self, product: &MatmulAllReduce, out: &Block<u8>) -> Result<()> {
+    fn other_call(&mut self, gemm: &MatmulAllReduce, out: &Block<u8>) -> Result<()> {
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
         let (at, count) = (out.as_ptr(), out.len() / 2);
         let called = if self.pool.rank() == 0 {
             // SAFETY: the blocks are as long as the product needs, and nothing else uses them.
-            unsafe { comm.matmul_all_reduce_at(product, 0, &self.stream) }
+            unsafe { comm.matmul_all_reduce_at(gemm, 0, &self.stream) }
         } else {
             // SAFETY: the block has so many elements, and nothing else uses it.
             unsafe { comm.all_reduce_at(at, at, count, DType::Bf16, ReduceOp::Sum, &self.stream) }

@@ -1,4 +1,4 @@
-"""Arguments of fused products of matrices: checked, and laid out as rows."""
+"""Arguments of fused matmuls: checked, and laid out as rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from symmpool.errors import InvalidArgumentError
 from symmpool.fused.arguments import described, refuse_gradients
 
 __all__ = [
-    "Product",
+    "Matmul",
     "aligned",
     "check_alike",
     "check_left",
@@ -41,8 +41,8 @@ EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
-    """A right matrix, and what else a product with it takes."""
+class Matmul:
+    """A right matrix, and what else a matmul with it takes."""
 
     right: torch.Tensor
     #: For matrices of 8-bit floats; None where they are not scaled.
@@ -58,11 +58,11 @@ class Product:
         return self.right_scale is not None
 
     def dtype_for(self, left: torch.Tensor) -> torch.dtype:
-        """The type of the product."""
+        """The type of the matmul."""
         return self.out_dtype or (left.dtype if self.is_scaled else self.right.dtype)
 
     def make(self, left: torch.Tensor, left_scale: torch.Tensor | None, out: torch.Tensor | None) -> Any:
-        """The product of rows, in `out` if that is given."""
+        """The matmul of rows, in `out` if that is given."""
         if self.right_scale is None:
             return torch.mm(left, self.right) if out is None else torch.mm(left, self.right, out=out)
         assert left_scale is not None
@@ -82,7 +82,7 @@ class Product:
         )
 
     def _make_by_rows(self, left: torch.Tensor, left_scale: Any, out: torch.Tensor | None) -> torch.Tensor:
-        """The product with scales of rows or columns, which torch has none of on the CPU."""
+        """The matmul with scales of rows or columns, which torch has none of on the CPU."""
         assert self.right_scale is not None
         made = (left.float() * left_scale) @ (self.right.float() * self.right_scale)
         if self.bias is not None:
@@ -92,8 +92,8 @@ class Product:
         made = made.to(self.dtype_for(left))
         return made if out is None else out.copy_(made)
 
-    def in_memory(self, name: str, which: str) -> Product:
-        """Returns the same product, of matrices whose memory holds what they show."""
+    def in_memory(self, name: str, which: str) -> Matmul:
+        """Returns the same matmul, of matrices whose memory holds what they show."""
         found = {
             what: to_read(f"{name}: {of}", given)
             for what, of, given in (
@@ -108,8 +108,8 @@ class Product:
             return self
         return dataclasses.replace(self, **found)
 
-    def columns(self, begin: int, end: int) -> Product:
-        """The product with a range of the right matrix's columns."""
+    def columns(self, begin: int, end: int) -> Matmul:
+        """The matmul with a range of the right matrix's columns."""
 
         def part(given: torch.Tensor | None, dim: int) -> torch.Tensor | None:
             if given is None or given.numel() == 1:
@@ -138,19 +138,19 @@ def check_left(name: str, which: str, left: Any, dim: Any, what: str) -> None:
     refuse_gradients(name, **{which: left})
 
 
-def check_right(name: str, which: str, product: Product, left: torch.Tensor, inner: int) -> None:
+def check_right(name: str, which: str, matmul: Matmul, left: torch.Tensor, inner: int) -> None:
     """Refuses right matrices that do not fit `inner` columns of the left one."""
-    right = product.right
+    right = matmul.right
     if not isinstance(right, torch.Tensor) or right.dim() != 2 or right.shape[0] != inner:
         raise InvalidArgumentError(
             f"{name}: {which}: {described(right)}; it must be a matrix of {inner} rows"
         )
-    if right.device != left.device or (not product.is_scaled and right.dtype != left.dtype):
+    if right.device != left.device or (not matmul.is_scaled and right.dtype != left.dtype):
         raise InvalidArgumentError(
             f"{name}: {which}: {right.dtype} on {right.device}; it must be {left.dtype} on {left.device}"
         )
-    scale, bias = product.right_scale, product.bias
-    for what, given in (("bias", bias), ("result scale", product.result_scale)):
+    scale, bias = matmul.right_scale, matmul.bias
+    for what, given in (("bias", bias), ("result scale", matmul.result_scale)):
         if given is not None and not isinstance(given, torch.Tensor):
             raise InvalidArgumentError(f"{name}: {what} of {which}: {described(given)}; it must be a tensor")
     if scale is not None and scale.numel() not in (1, right.shape[1]):
@@ -162,26 +162,26 @@ def check_right(name: str, which: str, product: Product, left: torch.Tensor, inn
         raise InvalidArgumentError(
             f"{name}: bias of {which}: {described(bias)}; it must be of shape {(right.shape[1],)}, of floats"
         )
-    if product.result_scale is not None and product.result_scale.numel() != 1:
+    if matmul.result_scale is not None and matmul.result_scale.numel() != 1:
         raise InvalidArgumentError(
-            f"{name}: result scale of {which}: {described(product.result_scale)}; it must have 1 element"
+            f"{name}: result scale of {which}: {described(matmul.result_scale)}; it must have 1 element"
         )
-    if product.out_dtype is not None and product.out_dtype not in DTYPES:
-        raise InvalidArgumentError(f"{name}: out_dtype: {product.out_dtype!r:.80} is no type of a product")
+    if matmul.out_dtype is not None and matmul.out_dtype not in DTYPES:
+        raise InvalidArgumentError(f"{name}: out_dtype: {matmul.out_dtype!r:.80} is no type of a product")
     refuse_gradients(name, **{which: right, "bias": bias})
 
 
 def check_scales(
-    name: str, which: tuple[str, str], left: torch.Tensor, product: Product, left_scale: Any
+    name: str, which: tuple[str, str], left: torch.Tensor, matmul: Matmul, left_scale: Any
 ) -> None:
-    """Refuses matrices that have no scales, and scales that are no tensors: a product without them would be
+    """Refuses matrices that have no scales, and scales that are no tensors: a matmul without them would be
     another one."""
-    for what, matrix in zip(which, (left, product.right), strict=True):
+    for what, matrix in zip(which, (left, matmul.right), strict=True):
         if not isinstance(matrix, torch.Tensor) or matrix.dtype not in EIGHT_BITS:
             raise InvalidArgumentError(
                 f"{name}: {what}: {described(matrix)}; with scales it must be of 8-bit floats"
             )
-    for what, scale in zip(which, (left_scale, product.right_scale), strict=True):
+    for what, scale in zip(which, (left_scale, matmul.right_scale), strict=True):
         if not isinstance(scale, torch.Tensor) or not scale.dtype.is_floating_point:
             raise InvalidArgumentError(
                 f"{name}: scale of {what}: {described(scale)}; it must be a tensor of float32"
@@ -191,15 +191,15 @@ def check_scales(
 def check_alike(
     name: str,
     which: tuple[str, str],
-    given: tuple[torch.Tensor, Product],
-    first: tuple[torch.Tensor, Product],
+    given: tuple[torch.Tensor, Matmul],
+    first: tuple[torch.Tensor, Matmul],
 ) -> None:
-    """Refuses a product that cannot be added to the first one."""
-    (left, product), (first_left, first_product) = given, first
+    """Refuses a matmul that cannot be added to the first one."""
+    (left, matmul), (first_left, first_matmul) = given, first
     for what, found, wanted in (
         (which[0], (tuple(left.shape[:-1]), left.dtype), (tuple(first_left.shape[:-1]), first_left.dtype)),
         (which[0], left.device, first_left.device),
-        (which[1], product.right.shape[1], first_product.right.shape[1]),
+        (which[1], matmul.right.shape[1], first_matmul.right.shape[1]),
     ):
         if found != wanted:
             raise InvalidArgumentError(
@@ -249,5 +249,5 @@ def rows_of(shape: Any) -> int:
 
 
 def aligned(scales: torch.Tensor) -> torch.Tensor:
-    """Scales at an address that products of 8-bit floats take."""
+    """Scales at an address that matmuls of 8-bit floats take."""
     return scales if scales.data_ptr() % 16 == 0 and scales.is_contiguous() else scales.clone()

@@ -14,7 +14,7 @@ constexpr u32 COMBINE_VECTORS = WORLD <= 4 ? 2 : 1;
 
 __shared__ InboxList returning;  // rows that go back to ranks with few tokens
 #if BY_EXPERT
-__shared__ float few_weights[TILE * MAX_TOP_K];  // for a tile's rows
+__shared__ float low_latency_weights[TILE * MAX_TOP_K];  // for a tile's rows
 #endif
 
 // The rows that each rank sent here, by the handle; in shared memory.
@@ -51,40 +51,40 @@ struct Sources {
 
 __shared__ Sources sources;
 
-struct FewSums {
+struct LowLatencyCombine {
     const Session& session;
     const ExpertsWork& work;
     InboxRows rows;
     SentRows sent;
     InboxDetails weights;  // that a combine is given, four in a vector
 
-    __device__ __forceinline__ FewSums(const Session& s, const ExpertsWork& w)
+    __device__ __forceinline__ LowLatencyCombine(const Session& s, const ExpertsWork& w)
         : session(s), work(w), rows(w.row_bytes), sent{1}, weights{32 * WORLD, (w.top_k + 3) / 4, w.inbox_tokens} {}
 
     __device__ __forceinline__ u32 pieces() const { return Piece<COMBINE_VECTORS>::count(rows.vectors); }
 
-    __device__ __forceinline__ bool has_many(u32 source) const { return !has_few(work, sources.tokens[source]); }
+    __device__ __forceinline__ bool is_bulk(u32 source) const { return !is_low_latency(work, sources.tokens[source]); }
 
     // How many rows this rank returns through the inbox of a rank.
     __device__ __forceinline__ u32 returns(u32 source) const {
-        return source != session.comm.rank && !has_many(source) ? sources.rows(source, work.inbox_tokens) : 0;
+        return source != session.comm.rank && !is_bulk(source) ? sources.rows(source, work.inbox_tokens) : 0;
     }
 };
 
 #if BY_EXPERT
 // Sends the weights of a share's tokens to the ranks that have rows of them.
-__device__ __forceinline__ void send_few_weights(const FewSums& few, const Share& share) {
-    const ExpertsWork& work = few.work;
-    const u32 each = few.weights.each;
-    for (u32 i = threadIdx.x; i < (share.to - share.from) * each && share.is_first(); i += THREADS) {
-        const u32 token = share.from + i / each, nth = i % each;
+__device__ __forceinline__ void send_low_latency_weights(const LowLatencyCombine& low_latency, const BlockRows& own_rows) {
+    const ExpertsWork& work = low_latency.work;
+    const u32 each = low_latency.weights.each;
+    for (u32 i = threadIdx.x; i < (own_rows.to - own_rows.from) * each && own_rows.is_first(); i += THREADS) {
+        const u32 token = own_rows.from + i / each, nth = i % each;
         const float* of = work.weights + static_cast<u64>(token) * work.top_k;
         auto weight = [&](u32 k) { return k < work.top_k ? __float_as_uint(of[k]) : 0; };
         const uint4 vector = make_uint4(weight(4 * nth), weight(4 * nth + 1), weight(4 * nth + 2), weight(4 * nth + 3));
         for (u32 rank = 0; rank < WORLD; ++rank) {
             const int row = work.positions[static_cast<u64>(token) * WORLD + rank];
-            if (rank != few.session.comm.rank && is_index(row, work.tokens)) {
-                few.weights.send(few.session, rank, static_cast<u32>(row), nth, vector);
+            if (rank != low_latency.session.comm.rank && is_index(row, work.tokens)) {
+                low_latency.weights.send(low_latency.session, rank, static_cast<u32>(row), nth, vector);
             }
         }
     }
@@ -92,18 +92,18 @@ __device__ __forceinline__ void send_few_weights(const FewSums& few, const Share
 
 // Waits for the weights of a tile of the list. Called by all threads of a block, which get the same answer: false if
 // something does not arrive.
-__device__ __forceinline__ bool receive_few_weights(const FewSums& few, u32 tile, u32 count) {
-    const u32 each = few.weights.each, top_k = few.work.top_k;
+__device__ __forceinline__ bool receive_low_latency_weights(const LowLatencyCombine& low_latency, u32 tile, u32 count) {
+    const u32 each = low_latency.weights.each, top_k = low_latency.work.top_k;
     bool bad = false;
     for (u32 i = threadIdx.x; i < count * each && !bad; i += THREADS) {
         const u32 within = i / each, nth = i - within * each;
         u32 row = tile + within;
         const u32 source = returning.rank_of(row);
         uint4 vector;
-        bad = !few.weights.receive(few.session, source, row, nth, vector);
+        bad = !low_latency.weights.receive(low_latency.session, source, row, nth, vector);
         const u32 found[4] = {vector.x, vector.y, vector.z, vector.w};
         for (u32 k = 0; k < 4 && 4 * nth + k < top_k; ++k) {
-            few_weights[within * top_k + 4 * nth + k] = __uint_as_float(found[k]);
+            low_latency_weights[within * top_k + 4 * nth + k] = __uint_as_float(found[k]);
         }
     }
     return !__syncthreads_or(bad);
@@ -112,35 +112,35 @@ __device__ __forceinline__ bool receive_few_weights(const FewSums& few, u32 tile
 
 // Sends rows back to ranks with few tokens. Called by all threads of a block, which get the same answer: false if weights
 // do not arrive.
-__device__ __forceinline__ bool return_few(const FewSums& few) {
-    const Session& session = few.session;
+__device__ __forceinline__ bool return_low_latency(const LowLatencyCombine& low_latency) {
+    const Session& session = low_latency.session;
     if (threadIdx.x == 0) {
-        returning.fill([&](u32 source) { return few.returns(source); });
+        returning.fill([&](u32 source) { return low_latency.returns(source); });
     }
     __syncthreads();
-    const Share share(returning.rows(), few.pieces(), worker_blocks() / 2);
+    const BlockRows own_rows(returning.rows(), low_latency.pieces(), worker_blocks() / 2);
 #pragma unroll 1
-    for (u32 tile = share.from; tile < share.to; tile += TILE) {
-        const u32 left = share.to - tile, count = left < TILE ? left : TILE;
+    for (u32 tile = own_rows.from; tile < own_rows.to; tile += TILE) {
+        const u32 left = own_rows.to - tile, count = left < TILE ? left : TILE;
 #if BY_EXPERT
-        if (few.work.sends_weights && !receive_few_weights(few, tile, count)) {
+        if (low_latency.work.sends_weights && !receive_low_latency_weights(low_latency, tile, count)) {
             return false;
         }
 #endif
-        for_pieces<COMBINE_VECTORS>(share, count, few.rows.vectors, [&](const Piece<COMBINE_VECTORS>& piece) {
+        for_pieces<COMBINE_VECTORS>(own_rows, count, low_latency.rows.vectors, [&](const Piece<COMBINE_VECTORS>& piece) {
             u32 row = tile + piece.row;
             const u32 source = returning.rank_of(row), received = sources.begin[source] + row;
             const float* weights = nullptr;
 #if BY_EXPERT
-            const ExpertsWork& work = few.work;
-            weights = work.sends_weights ? few_weights + piece.row * work.top_k : kept_weights(work, received);
+            const ExpertsWork& work = low_latency.work;
+            weights = work.sends_weights ? low_latency_weights + piece.row * work.top_k : kept_weights(work, received);
 #endif
             uint4 vectors[COMBINE_VECTORS];
-            load_returned(few.work, received, weights, piece, vectors);
+            load_returned(low_latency.work, received, weights, piece, vectors);
             const EscapedSlot slot(session, source, session.comm.rank);
 #pragma unroll
             for (u32 i = 0; i < COMBINE_VECTORS; ++i) {
-                slot.send(session.epoch, row * few.rows.stride + piece.at[i], vectors[i], piece.live[i]);
+                slot.send(session.epoch, row * low_latency.rows.stride + piece.at[i], vectors[i], piece.live[i]);
             }
         });
         __syncthreads();
@@ -149,13 +149,14 @@ __device__ __forceinline__ bool return_few(const FewSums& few) {
 }
 
 // Sums up the rows of a share of this rank's tokens; false, in some threads, if something does not arrive.
-__device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) {
-    const ExpertsWork& work = few.work;
-    const Session& session = few.session;
+__device__ __forceinline__ bool sum_low_latency(const LowLatencyCombine& low_latency, const BlockRows& own_rows) {
+    const ExpertsWork& work = low_latency.work;
+    const Session& session = low_latency.session;
     const u32 rank = session.comm.rank, begin = sources.begin[rank], rows = sources.rows(rank, work.tokens);
     bool bad = false;
-    for_pieces<COMBINE_VECTORS>(share, share.to - share.from, few.rows.vectors, [&](const Piece<COMBINE_VECTORS>& piece) {
-        const u64 token = share.from + piece.row;
+    const u32 count = own_rows.to - own_rows.from;
+    for_pieces<COMBINE_VECTORS>(own_rows, count, low_latency.rows.vectors, [&](const Piece<COMBINE_VECTORS>& piece) {
+        const u64 token = own_rows.from + piece.row;
         const int* positions = work.positions + token * WORLD;
         const int own = index_or_none(positions[rank], rows);
         const u32 received = begin + static_cast<u32>(own);
@@ -184,7 +185,7 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
                 u32 at[COMBINE_VECTORS];
 #pragma unroll
                 for (u32 i = 0; i < COMBINE_VECTORS; ++i) {
-                    at[i] = static_cast<u32>(position) * few.rows.stride + piece.at[i];
+                    at[i] = static_cast<u32>(position) * low_latency.rows.stride + piece.at[i];
                 }
                 bad = !EscapedSlot(session, rank, other).receive(session, other, at, piece.live, found);
             }
@@ -200,19 +201,19 @@ __device__ __forceinline__ bool sum_few(const FewSums& few, const Share& share) 
 // Takes rows out of the inbox that ranks return and that this rank's handle does not know of. Called by all threads of the
 // leader block.
 __device__ __forceinline__ void discard_unexpected(const Session& session, const ExpertsWork& work) {
-    const FewSums few(session, work);
-    if (!few.sent.receive(session, work.inbox_tokens)) {
+    const LowLatencyCombine low_latency(session, work);
+    if (!low_latency.sent.receive(session, work.inbox_tokens)) {
         return;
     }
     for (u32 other = 0; other < WORLD; ++other) {
-        const u32 expected = few_rows_of[other];
+        const u32 expected = low_latency_rows_of[other];
         if (sent_here[other] <= expected && wrong_in_handle == 0) {
             continue;
         }
         if (threadIdx.x == 0 && wrong_in_handle == 0) {
             notify_of_handle(session, WRONG_ROWS, sent_here[other]);
         }
-        discard_rows(session, few.rows, other, 0, [&](u32 row) {
+        discard_rows(session, low_latency.rows, other, 0, [&](u32 row) {
             bool found = false;
             for (u32 token = threadIdx.x % 32; token < work.tokens && expected != 0; token += 32) {
                 found = found || static_cast<u32>(work.positions[static_cast<u64>(token) * WORLD + other]) == row;
@@ -224,20 +225,20 @@ __device__ __forceinline__ void discard_unexpected(const Session& session, const
 
 // Expires flags of old calls that this one does not overwrite. Called by all threads of the leader block.
 __device__ __noinline__ void expire_unused(const Session& session, const ExpertsWork& work) {
-    const FewSums few(session, work);
-    UsedBytes used = used_flags_of(few);
-    used.ll = few.weights.begin + few.weights.bytes();
+    const LowLatencyCombine low_latency(session, work);
+    UsedBytes used = used_flags_of(low_latency);
+    used.ll = low_latency.weights.begin + low_latency.weights.bytes();
     expire_old_flags(session, used);
-    const bool sums = has_few(work, work.tokens);
+    const bool sums = is_low_latency(work, work.tokens);
     for (u32 other = 0; other < WORLD; ++other) {
-        few.weights.expire(session, other, work.sends_weights ? few.returns(other) : 0);
+        low_latency.weights.expire(session, other, work.sends_weights ? low_latency.returns(other) : 0);
         // Rows of a rank are numbered in the order of tokens, so the last one says how many there are.
         u32 rows = 0;
         for (u32 token = work.tokens; sums && token != 0 && rows == 0; --token) {
             const int found = work.positions[static_cast<u64>(token - 1) * WORLD + other];
             rows = static_cast<u32>(index_or_none(found, work.tokens) + 1);
         }
-        few.rows.expire(session, other, rows);
+        low_latency.rows.expire(session, other, rows);
     }
 }
 

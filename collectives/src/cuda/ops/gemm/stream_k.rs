@@ -5,7 +5,7 @@
 //! products of a part of the inner dimension, for one of these tiles or several, and leaves the sums in memory for the cluster
 //! that makes the rest of it.
 
-use crate::cuda::layout::params::Split;
+use crate::cuda::layout::params::StreamK;
 /// How long it takes a helper to leave a tile's sums in memory and to begin another tile, and how long to add them, as blocks
 /// of the inner dimension, of which each takes some 0.7 us: measured on H100s.
 const LEAVING: u32 = 8;
@@ -13,7 +13,7 @@ const ADDING: u32 = 4;
 /// Blocks by which the last wave must become shorter.
 const MIN_SAVED: u32 = 4;
 
-impl Split {
+impl StreamK {
     /// All of `tiles` tiles are made whole.
     pub(super) fn none(tiles: u32) -> Self {
         Self { whole: tiles, helpers: 0, per_tile: 1, per_helper: 1, helper_blocks: 0 }
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     /// Who makes which blocks of which tile, as the kernel has it (`Tiles` in `fused/matmul_tiles.cuh`).
-    fn made(split: &Split, tiles: u32, clusters: u32, inner: u32) -> Vec<(u32, u32, u32, u32)> {
+    fn made(split: &StreamK, tiles: u32, clusters: u32, inner: u32) -> Vec<(u32, u32, u32, u32)> {
         let rest = tiles - split.whole;
         let mut found = Vec::new();
         for cluster in 0..clusters {
@@ -87,7 +87,7 @@ mod tests {
         for clusters in [1, 2, 3, 7, 66] {
             for tiles in 1..5 * clusters {
                 for inner in [1, 8, 30, 64, 200] {
-                    let split = Split::of(tiles, clusters, inner);
+                    let split = StreamK::of(tiles, clusters, inner);
                     let made = made(&split, tiles, clusters, inner);
                     let mut blocks = vec![0; (tiles * inner) as usize];
                     let mut work = vec![0; clusters as usize];
@@ -99,7 +99,7 @@ mod tests {
                     let most = work.into_iter().max().unwrap_or(0);
                     let undivided = tiles.div_ceil(clusters) * inner;
                     assert!(most <= undivided, "{split:?}");
-                    if split != Split::none(tiles) {
+                    if split != StreamK::none(tiles) {
                         assert!(most + MIN_SAVED <= undivided, "{split:?}");
                     }
                 }
@@ -110,16 +110,16 @@ mod tests {
     #[test]
     fn the_last_wave_is_as_long_as_its_tiles_divide() {
         // 28 tiles for 66 clusters: each by two. 46: by 20 helpers, of which each has three.
-        let half = Split::of(160, 66, 64);
+        let half = StreamK::of(160, 66, 64);
         assert_eq!((half.whole, half.helpers, half.per_tile, half.helper_blocks), (132, 38, 1, 28));
-        let quarter = Split::of(640, 66, 64);
+        let quarter = StreamK::of(640, 66, 64);
         assert_eq!((quarter.helpers, quarter.per_helper, quarter.helper_blocks), (20, 3, 10));
-        let several = Split::of(1792, 66, 64);
+        let several = StreamK::of(1792, 66, 64);
         assert_eq!((several.helpers, several.per_tile, several.helper_blocks), (56, 3, 14));
         // Helpers with many tiles each would be late.
-        assert_eq!(Split::of(256, 66, 112), Split::none(256));
+        assert_eq!(StreamK::of(256, 66, 112), StreamK::none(256));
         // Too short to be worth it, and less than a wave.
-        assert_eq!(Split::of(160, 66, 12), Split::none(160));
-        assert_eq!(Split::of(60, 66, 64), Split::none(60));
+        assert_eq!(StreamK::of(160, 66, 12), StreamK::none(160));
+        assert_eq!(StreamK::of(60, 66, 64), StreamK::none(60));
     }
 }
