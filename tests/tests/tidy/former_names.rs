@@ -8,18 +8,51 @@ use crate::{name, read, root};
 const FOLDERS: [&str; 7] =
     ["allocator", "bench", "collectives", "examples", "ffi", "python", "tests"];
 
+/// Ends of the names of sources.
+const SOURCES: [&str; 5] = ["rs", "py", "pyi", "cu", "cuh"];
+
+/// This file, which has the former names.
+const HERE: &str = "tests/tests/tidy/former_names.rs";
+
 /// Names that functions have had, with the better ones.
-const FUNCTIONS: [(&str, &str); 5] = [
+const FUNCTIONS: [(&str, &str); 8] = [
     ("abandon", "fail_after_panic, or fail"),
     ("close_after", "fail_after_declining"),
+    ("close_because", "fail_because"),
+    ("close_halfway", "fail_mid_call, or fail_halfway"),
     ("give_up", "decline_and_fail, fail, or cancel"),
     ("publish_refusal", "publish_declined"),
+    ("report_or_close", "report_or_fail"),
     ("take_notice", "take_async_error"),
 ];
 
+/// Identifiers that nothing has any more, in kernels neither, with the better ones.
+const IDENTIFIERS: [(&str, &str); 17] = [
+    ("FewRows", "LowLatencyDispatch, or SmallM"),
+    ("FewSums", "LowLatencyCombine"),
+    ("GAVE_UP", "PEER_FAILED"),
+    ("GIVE_UP", "STOP_WAITING"),
+    ("has_few", "is_low_latency"),
+    ("MatmulProduct", "GemmProblem"),
+    ("MatmulSplit", "StreamK"),
+    ("matmul_few", "matmul_small_m"),
+    ("MAX_LANES", "MAX_STRIPES"),
+    ("MAX_PRODUCTS", "MAX_PROBLEMS, or MAX_MATMULS"),
+    ("multiply_few", "multiply_small"),
+    ("ONLY_FEW", "ONLY_LOW_LATENCY"),
+    ("STAGED", "SCRATCH"),
+    ("two_shot_stages", "two_shot_pipeline"),
+    ("withdraw", "fail_handshake, or leave"),
+    ("withdrawal", "failed_flag"),
+    ("withdrawn", "has_failed_handshake, or left"),
+];
+
 /// Ends of paths that files have had, with the better ones.
-const FILES: [(&str, &str); 9] = [
+const FILES: [(&str, &str); 13] = [
+    ("/amount.rs", "byte_size.rs"),
     ("/choice.rs", "decision.rs"),
+    ("/few.rs", "small_m.rs"),
+    ("/fused/products.py", "matmuls.py"),
     ("/language/programs.py", "library.py"),
     ("/made.rs", "generated_kernel.rs"),
     ("/meeting.rs", "host_barrier.rs"),
@@ -28,6 +61,7 @@ const FILES: [(&str, &str); 9] = [
     ("/refusal.rs", "decline.rs"),
     ("/refusals.py", "declined_calls.py"),
     ("/requested.rs", "selection/request.rs"),
+    ("/pool/share.rs", "exchange_segments.rs"),
 ];
 
 /// Sources below a folder.
@@ -38,7 +72,7 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) {
             if !file.starts_with('.') && !["target", "dist", "__pycache__"].contains(&&*file) {
                 files(&path, found);
             }
-        } else if path.extension().is_some_and(|end| end == "rs" || end == "py" || end == "pyi") {
+        } else if path.extension().is_some_and(|end| SOURCES.iter().any(|each| end == *each)) {
             found.push(path);
         }
     }
@@ -57,6 +91,12 @@ fn defined(line: &str) -> Option<&str> {
     (end > 0).then_some(&rest[..end])
 }
 
+/// The former identifiers that a line has, in its comment too, with the better ones.
+fn former_identifiers(line: &str) -> impl Iterator<Item = &'static (&'static str, &'static str)> {
+    let words = line.split(|c: char| !c.is_alphanumeric() && c != '_');
+    words.filter_map(|word| IDENTIFIERS.iter().find(|(former, _)| *former == word))
+}
+
 #[test]
 fn former_names_of_functions_and_files_are_gone() {
     let mut all = Vec::new();
@@ -71,6 +111,11 @@ fn former_names_of_functions_and_files_are_gone() {
             found.push(format!("{file}: call it {better}, not {former}"));
         }
         for (number, line) in (1..).zip(read(path).lines()) {
+            if file != HERE {
+                found.extend(former_identifiers(line).map(|(former, better)| {
+                    format!("{file}:{number}: call it {better}, not {former}")
+                }));
+            }
             let Some(defined) = defined(line) else { continue };
             for (former, better) in FUNCTIONS.iter().filter(|(former, _)| *former == defined) {
                 found.push(format!("{file}:{number}: call it {better}, not {former}"));
@@ -78,6 +123,13 @@ fn former_names_of_functions_and_files_are_gone() {
         }
     }
     assert!(found.is_empty(), "{found:#?}");
+}
+
+#[test]
+fn former_identifiers_are_found() {
+    let found = |line| former_identifiers(line).map(|(former, _)| *former).collect::<Vec<_>>();
+    assert_eq!(found("    u32 kind = GAVE_UP;  // withdrawn"), ["GAVE_UP", "withdrawn"]);
+    assert_eq!(found("const MAX_STRIPES: u32 = withdraw_all();"), [""; 0]);
 }
 
 #[test]

@@ -13,16 +13,20 @@ const LAYERS: [&[&str]; 4] =
 const PROGRAMS: &str = "python/symmpool/bench/";
 
 /// Names that types have had, with the better ones.
-const FORMER: [(&str, &str); 12] = [
+const FORMER: [(&str, &str); 16] = [
+    ("Amount", "ByteSize"),
     ("Bell", "CallWakeup"),
     ("MadeKernel", "GeneratedKernel"),
     ("Maker", "ProcessId"),
     ("Mark", "StreamPosition"),
+    ("Meeting", "OuterRendezvous"),
     ("Mesh", "TopologyKind"),
     ("Note", "BarrierMessage"),
     ("Notice", "AsyncError"),
+    ("Product", "Matmul, or GemmLaunch"),
     ("Rows", "MatrixView"),
     ("Said", "BarrierStep"),
+    ("Split", "StreamK"),
     ("Terms", "RankContext"),
     ("Topic", "BarrierId"),
     ("Watchdog", "WaitWatchdog"),
