@@ -1,5 +1,6 @@
 """`symmpool.install()` as far as it goes without a GPU."""
 
+import ctypes
 import subprocess
 import sys
 import types
@@ -36,8 +37,6 @@ def test_a_torch_that_has_used_cuda_is_too_late(monkeypatch):
 
 
 def test_every_hook_is_exported():
-    import ctypes
-
     library = ctypes.CDLL(symmpool._symmpool.__file__)
     for name in ("symmpool_process_alloc", "symmpool_process_free", *install._HOOKS.values()):
         assert install._address(library, name)
@@ -56,3 +55,37 @@ print(symmpool.is_installed(), type(torch._C._cuda_getAllocator()).__name__)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "_CUDAPluggableAllocator"]
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(symmpool._symmpool.__file__), "symmpool_process_runs_out_of_memory"),
+    reason="skipped: the extension was built without what tests call",
+)
+def test_running_out_of_memory_is_torchs_error():
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_cuda_customAllocator"):
+        pytest.skip("skipped: this torch was built without CUDA")
+    # torch calls the function in the place of one that empties its cache, which needs no device.
+    program = """
+import ctypes, symmpool, torch
+from symmpool.memory import install
+library = ctypes.CDLL(symmpool._symmpool.__file__)
+assert install._throw_out_of_memory_by(torch, library)
+allocator = torch.cuda.memory.CUDAPluggableAllocator(
+    symmpool._symmpool.__file__, "symmpool_process_alloc", "symmpool_process_free"
+)
+address = install._address(library, "symmpool_process_runs_out_of_memory")
+allocator.allocator().set_reset_fn(address)
+torch.cuda.memory.change_current_allocator(allocator)
+for _ in range(1000):
+    try:
+        torch._C._cuda_emptyCache()
+    except torch.OutOfMemoryError as error:
+        text = str(error)
+    else:
+        raise SystemExit("no error")
+print(text.splitlines()[0])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("CUDA out of memory. ") and "a test asked for too much" in done.stdout

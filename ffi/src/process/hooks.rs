@@ -3,40 +3,13 @@
 //! Their types are those of C++ functions: a `std::pair` of two numbers is passed in two registers, and a
 //! `std::function` as a pointer to the caller's object.
 
-use std::cell::RefCell;
-use std::ffi::{CString, c_char, c_int, c_void};
-use std::sync::OnceLock;
+use std::ffi::{c_int, c_void};
 
 use symmpool_allocator::{Error, Result};
 
+use super::exceptions::throw_last;
 use super::{device, owner, used};
-use crate::guard::{Status, guarded, last, status};
-
-/// The type of torch's function that throws, which takes function, file, line and message.
-type Throw = extern "C-unwind" fn(*const c_char, *const c_char, u32, *const c_char) -> !;
-
-static THROW: OnceLock<Throw> = OnceLock::new();
-
-/// Sets the address of torch's `c10::detail::torchCheckFail`, which throws.
-///
-/// torch would use a NULL that the process's allocator returned as memory, so errors must be C++ exceptions, which
-/// unwind through this library.
-///
-/// # Safety
-///
-/// `address` is NULL (an error) or that function's, of the torch that calls the allocator.
-#[unsafe(no_mangle)]
-unsafe extern "C" fn symmpool_process_throw_by(address: *mut c_void) -> Status {
-    status(|| {
-        if address.is_null() {
-            return Err(Error::invalid_argument("the address of the function that throws is NULL"));
-        }
-        // SAFETY: not NULL; the caller promised that it is this function.
-        let throw = unsafe { std::mem::transmute::<*mut c_void, Throw>(address) };
-        THROW.get_or_init(|| throw);
-        Ok(())
-    })
-}
+use crate::guard::guarded;
 
 /// torch's identifier of a graph's memory, a `std::pair`.
 #[repr(C)]
@@ -53,25 +26,8 @@ extern "C-unwind" fn symmpool_process_alloc(
 ) -> *mut c_void {
     let work = || super::alloc(size, device, stream as u64).map(|at| at as *mut c_void);
     let pointer = guarded(work, |_| std::ptr::null_mut());
-    if pointer.is_null()
-        && let Some(throw) = THROW.get()
-    {
-        // The message lies in memory that stays, because nothing in this frame is dropped by the exception. torch
-        // copies the message.
-        thread_local! {
-            static MESSAGE: RefCell<CString> = RefCell::new(CString::default());
-        }
-        let text = last(|status, text| {
-            // torch's own message begins like this.
-            let out = status == Status::OutOfMemory;
-            format!("{}{}", if out { "CUDA out of memory. " } else { "" }, text.to_string_lossy())
-        });
-        let text = CString::new(text.unwrap_or_default()).unwrap_or_default();
-        let message = MESSAGE.with(|message| {
-            *message.borrow_mut() = text;
-            message.borrow().as_ptr()
-        });
-        throw(c"symmpool".as_ptr(), c"libsymmpool".as_ptr(), 0, message);
+    if pointer.is_null() {
+        throw_last();
     }
     pointer
 }

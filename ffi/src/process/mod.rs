@@ -5,6 +5,7 @@
 //! | `mod` | the devices, and which of them an address belongs to |
 //! | `device` | one device's lanes: ordinary memory, and the memory of CUDA graphs |
 //! | `device/captures` | which graph has which lane |
+//! | `exceptions` | how errors become torch's exceptions |
 //! | `hooks` | the exported functions that torch's pluggable allocator calls |
 //!
 //! A device's ordinary memory is one *local* lane: a contiguous range, whose memory is reused at once in any order,
@@ -12,6 +13,7 @@
 //! of the graph's own, because every replay uses it again. Inside `with pool:` memory comes from the pool.
 
 mod device;
+mod exceptions;
 mod hooks;
 
 use std::cell::Cell;

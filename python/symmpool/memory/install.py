@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from symmpool import _symmpool
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
+from symmpool.memory import compiled_graphs
 from symmpool.memory.torch_stats import TorchStats
 
 if TYPE_CHECKING:
@@ -61,15 +63,49 @@ def _throw(torch: Any) -> int:
         ) from error
 
 
+#: Symbols that `c10::OutOfMemoryError` is made by, in the order in which the library takes them, and where
+#: they are: in C++'s library, or in one of torch's.
+_OUT_OF_MEMORY = (
+    ("__cxa_allocate_exception", ""),
+    ("__cxa_throw", ""),
+    ("_ZNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEC1EPKcRKS3_", ""),
+    ("_ZN3c105ErrorC1ENS_14SourceLocationENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE", "torch"),
+    ("_ZTVN3c1016OutOfMemoryErrorE", "torch"),
+    ("_ZTIN3c1016OutOfMemoryErrorE", "torch"),
+)
+
+
+def _throw_out_of_memory_by(torch: Any, library: Any) -> bool:
+    """Has the library throw torch.OutOfMemoryError; whether this torch exports what that takes."""
+    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    places = {
+        "": ["libstdc++.so.6"],
+        "torch": [os.path.join(folder, f"lib{name}.so") for name in ("c10", "c10_cuda", "torch_python")],
+    }
+    found = [next(_found(name, places[kind]), 0) for name, kind in _OUT_OF_MEMORY]
+    if not all(found):
+        return False
+    addresses = (ctypes.c_size_t * len(found))(*found)
+    return library.symmpool_process_throw_out_of_memory_by(addresses) == 0
+
+
+def _found(name: str, places: list[str]) -> Iterator[int]:
+    """Addresses of a symbol in libraries that are loaded."""
+    for place in places:
+        try:
+            yield _address(ctypes.CDLL(place, mode=os.RTLD_NOLOAD | os.RTLD_LAZY), name)
+        except (OSError, AttributeError):
+            continue
+
+
 def install() -> None:
     """Puts symmpool under every CUDA allocation of torch in this process, on every device.
 
     Call it once, before torch first uses CUDA; later it raises InvalidStateError. It cannot be
     undone. torch's own statistics (`torch.cuda.memory_stats` and the like) have the numbers of
-    `symmpool.memory_stats`, and 0 for what is not counted. Running out of memory is a RuntimeError that
-    begins with "CUDA out of memory", not torch.OutOfMemoryError, which only torch's own allocator can raise.
-    Graph trees of torch's compiler (`mode="reduce-overhead"`) need torch's own allocator; the log says so
-    once.
+    `symmpool.memory_stats`, and 0 for what is not counted. Running out of memory is torch.OutOfMemoryError.
+    `torch.compile(mode="reduce-overhead")` records a graph for each compiled function, in memory of its own
+    (`symmpool.memory.compiled_graphs`). torch.cuda.MemPools are not served: use `with pool:`.
 
     Meant for one device a process, as launchers set it up: a device's memory is not mapped for the
     process's other devices, so copy tensors between them by way of the CPU."""
@@ -98,16 +134,20 @@ def install() -> None:
     for setter, name in _HOOKS.items():
         getattr(raw, setter)(_address(library, name))
     library.symmpool_process_throw_by(ctypes.c_void_p(throw))
+    raises_torchs = _throw_out_of_memory_by(torch, library)
     try:
         torch.cuda.memory.change_current_allocator(allocator)
     except RuntimeError as error:
         raise InvalidStateError(f"install: torch refuses another allocator: {error}") from error
     _installed = allocator
     TorchStats(memory_stats, reset_peak_memory_stats).replace(torch._C)
-    logger.warning(
-        "symmpool.install(): torch.OutOfMemoryError and torch.compile(mode='reduce-overhead') need torch's "
-        "own allocator; leave install() out for them, and take memory by `with pool:`, a torch.cuda.MemPool"
-    )
+    compiled_graphs.replace_trees()
+    if not raises_torchs:
+        logger.warning(
+            "symmpool.install(): torch %s does not export what torch.OutOfMemoryError is made by, so running "
+            "out of memory is a RuntimeError that begins with 'CUDA out of memory'",
+            torch.__version__,
+        )
 
 
 def _device(device: Any) -> int:
