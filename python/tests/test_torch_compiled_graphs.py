@@ -126,7 +126,7 @@ def test_results_that_share_memory_do_so_afterwards():
     graphed([torch.ones(6), weight])
     assert first[0].tolist() == [0, 2, 4, 6, 8, 10] and first[1].tolist() == [2, 4, 6, 8, 10]
     assert first[1].data_ptr() == first[0][1:].data_ptr() and first[3].tolist() == [[0, 6], [2, 8], [4, 10]]
-    # What lies in a parameter's memory is a view of that.
+    # A result that lies in a parameter's memory is a view of that.
     assert first[2].data_ptr() == weight.data_ptr() and first[4].tolist() == [0, 0, 0]
     first[0].zero_()
     assert not first[3].any()

@@ -49,9 +49,9 @@ struct OutOfMemoryParts {
     kind: *const c_void,
 }
 
-// SAFETY: functions, and tables that nobody writes to; all stay until the process ends.
+// SAFETY: these are functions, and tables that nobody writes to, which stay until the process ends.
 unsafe impl Send for OutOfMemoryParts {}
-// SAFETY: as for `Send`.
+// SAFETY: these are functions, and tables that nobody writes to, so threads may read them at once.
 unsafe impl Sync for OutOfMemoryParts {}
 
 static OUT_OF_MEMORY: OnceLock<OutOfMemoryParts> = OnceLock::new();
@@ -93,7 +93,7 @@ unsafe extern "C" fn symmpool_process_throw_out_of_memory_by(addresses: *const u
         let words: [usize; 6] = words.filter(|words| !words.contains(&0)).ok_or_else(|| {
             Error::invalid_argument("an address that torch.OutOfMemoryError is made by is NULL")
         })?;
-        // SAFETY: as many words of the same size; none is 0, and the caller promised which functions they are.
+        // SAFETY: the struct has six words, none of these is 0, and the caller promised which functions they are.
         let parts = unsafe { std::mem::transmute::<[usize; 6], OutOfMemoryParts>(words) };
         OUT_OF_MEMORY.get_or_init(|| parts);
         Ok(())

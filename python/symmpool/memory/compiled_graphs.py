@@ -205,14 +205,14 @@ class GraphedFunction:
     def _record(self, inputs: list[Any]) -> _Recorded | None:
         before = self._before if self._recorded is None else self._recorded.pointers
         moved = {i for i, pointer in before.items() if inputs[i].data_ptr() != pointer}
-        # What the function writes to has to be written where it is.
+        # Memory that the function writes to has to be written where it is.
         self._static -= moved - self._mutated
         self._recorded = None
         self._records += 1
         if self._records > MAX_RECORDS:
             self._runs_as_it_is = True
             logger.warning(
-                "symmpool: a compiled function runs without a CUDA graph from now on, as memory that it writes "
+                "symmpool: a compiled function runs without a CUDA graph from now on: memory that it writes "
                 "to was another one in %s calls; keep buffers where they are",
                 MAX_RECORDS,
             )
@@ -231,7 +231,8 @@ def _cudagraphify(
     kernel_free_cudagraph: bool = False,
     **rest: Any,
 ) -> tuple[Model, Any]:
-    """As torch's function of this name: the function with graphs, and the results of its first call."""
+    """Returns what torch's function of this name does: the function with graphs, and the results of its first
+    call."""
     if kernel_free_cudagraph:
         return model, model(inputs)
     device = torch.device("cuda", device_index)

@@ -105,7 +105,7 @@ def install() -> None:
     undone. torch's own statistics (`torch.cuda.memory_stats` and the like) have the numbers of
     `symmpool.memory_stats`, and 0 for what is not counted. Running out of memory is torch.OutOfMemoryError.
     `torch.compile(mode="reduce-overhead")` records a graph for each compiled function, in memory of its own
-    (`symmpool.memory.compiled_graphs`). torch.cuda.MemPools are not served: use `with pool:`.
+    (`symmpool.memory.compiled_graphs`). Use `with pool:` in place of torch.cuda.MemPools of your own.
 
     Meant for one device a process, as launchers set it up: a device's memory is not mapped for the
     process's other devices, so copy tensors between them by way of the CPU."""

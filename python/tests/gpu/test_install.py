@@ -259,3 +259,139 @@ def test_torchs_own_statistics_have_these_numbers():
         print("as ours", cuda.memory_reserved())
     """)
     assert "as ours" in observed
+
+
+def test_running_out_of_memory_is_torchs_error_and_can_be_tried_again():
+    observed = installed("""
+        caught = 0
+        for size in (1 << 44, 1 << 43, 1 << 20):
+            try:
+                x = torch.empty(size, dtype=torch.uint8, device="cuda")
+                break
+            except torch.OutOfMemoryError as error:
+                assert str(error).startswith("CUDA out of memory. "), error
+                caught += 1
+                torch.cuda.empty_cache()
+        assert caught == 2 and x.numel() == 1 << 20
+
+        class Big(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, gradient):
+                # A thread of torch's own.
+                return torch.empty(1 << 42, device="cuda")
+
+        y = torch.ones(10, device="cuda", requires_grad=True)
+        for _ in range(3):
+            try:
+                Big.apply(y).sum().backward()
+            except torch.OutOfMemoryError:
+                caught += 1
+        # A batch that does not fit is halved until it does.
+        free, total = torch.cuda.mem_get_info()
+        batch, sizes = 2 * total, []
+        while batch > total // 64:
+            try:
+                torch.empty(batch, dtype=torch.uint8, device="cuda")
+                break
+            except torch.OutOfMemoryError:
+                sizes.append(batch)
+                batch //= 2
+        assert sizes and batch <= free
+        assert float(torch.ones(10, device="cuda").sum()) == 10
+        print("caught", caught, symmpool.memory_stats()["ooms"] >= 6)
+    """)
+    assert "caught 5 True" in observed
+
+
+COMPILED = """
+import logging
+torch.manual_seed(0)
+torch.backends.cuda.matmul.allow_tf32 = False
+make = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256))
+model = make.cuda()
+compiled = torch.compile(model, mode="reduce-overhead")
+
+
+def close(a, b):
+    return torch.allclose(a, b, atol=1e-4, rtol=1e-4)
+"""
+
+
+def test_compiled_functions_replay_graphs_whose_results_stay():
+    pytest.importorskip("triton")
+    observed = installed(
+        textwrap.dedent(COMPILED)
+        + textwrap.dedent("""
+        with torch.no_grad():
+            found = []
+            for _ in range(12):
+                x = torch.randn(32, 256, device="cuda")
+                found.append((compiled(x), model(x)))
+                noise = torch.full((1 << 20,), 9.0, device="cuda")
+            assert all(close(ours, eager) for ours, eager in found)
+            assert len({ours.data_ptr() for ours, _ in found}) == 12
+            graphs = symmpool.memory_stats()["graphs"]
+            assert graphs >= 1, symmpool.memory_stats()
+            # Another size is another graph, or the same one in what torch calls a dynamic shape.
+            for rows in (7, 64, 7, 64, 7, 64):
+                x = torch.randn(rows, 256, device="cuda")
+                assert close(compiled(x), model(x))
+            # New values of parameters are read, and their memory may move.
+            model[0].weight.mul_(0.5)
+            assert close(compiled(x), model(x))
+            model[0].weight.data = model[0].weight.data.clone() + 0.25
+            for _ in range(3):
+                assert close(compiled(x), model(x))
+        torch.cuda.memory_summary()
+        del compiled
+        torch._dynamo.reset()
+        import gc
+        gc.collect()
+        print("graphs", graphs, "then", symmpool.memory_stats()["graphs"])
+    """)
+    )
+    assert "graphs" in observed
+
+
+def test_compiled_training_has_the_gradients_of_eager():
+    pytest.importorskip("triton")
+    observed = installed(
+        textwrap.dedent(COMPILED)
+        + textwrap.dedent("""
+        wrong = 0
+        for step in range(8):
+            a, b = torch.randn(2, 32, 256, device="cuda")
+            found = []
+            for function in (compiled, model):
+                model.zero_grad()
+                # Two forward calls before a backward one: the first one's tensors must stay.
+                (function(a).square().mean() + function(b).abs().mean()).backward()
+                found.append([p.grad.clone() for p in model.parameters()])
+            wrong += not all(close(ours, eager) for ours, eager in zip(*found))
+        graphs = symmpool.memory_stats()["graphs"]
+
+        class Running(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.register_buffer("total", torch.zeros(256, device="cuda"))
+
+            def forward(self, x):
+                self.total.add_(x.sum(0))
+                return self.total * 2
+
+        running, ours = Running(), []
+        step = torch.compile(running, mode="reduce-overhead")
+        with torch.no_grad():
+            for i in range(8):
+                ours.append(step(torch.ones(4, 256, device="cuda")))
+        wrong += [x[0].item() for x in ours] != [8.0 * (i + 1) for i in range(8)]
+        wrong += running.total[0].item() != 32
+        print("wrong", wrong, "graphs", graphs)
+        assert graphs >= 2
+    """)
+    )
+    assert "wrong 0" in observed
