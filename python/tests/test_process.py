@@ -30,7 +30,7 @@ def test_a_torch_without_cuda_is_reported(monkeypatch):
 def test_a_torch_that_has_used_cuda_is_too_late(monkeypatch):
     torch = types.ModuleType("torch")
     torch._C = types.SimpleNamespace(_cuda_customAllocator=None)
-    torch.cuda = types.SimpleNamespace(is_initialized=lambda: True)
+    torch.cuda = types.SimpleNamespace(is_initialized=lambda: True, _is_in_bad_fork=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     with pytest.raises(symmpool.InvalidStateError, match="start"):
         symmpool.install()
@@ -55,6 +55,26 @@ print(symmpool.is_installed(), type(torch._C._cuda_getAllocator()).__name__)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "_CUDAPluggableAllocator"]
+
+
+def test_a_program_that_has_another_allocator_is_told():
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch._C, "_cuda_customAllocator"):
+        pytest.skip("skipped: this torch was built without CUDA")
+    program = """
+import symmpool, torch
+names = symmpool._symmpool.__file__, "symmpool_process_alloc", "symmpool_process_free"
+torch.cuda.memory.change_current_allocator(torch.cuda.memory.CUDAPluggableAllocator(*names))
+try:
+    symmpool.install()
+except symmpool.InvalidStateError as error:
+    print(error)
+print(symmpool.is_installed())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith("install: torch refuses another allocator: Can't swap") and last == "False"
 
 
 @pytest.mark.skipif(

@@ -82,6 +82,8 @@ def test_only_names_that_torch_has_are_replaced():
 
 def test_a_child_of_a_process_that_has_used_cuda_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    monkeypatch.setattr(install, "_installed", None)
-    with pytest.raises(symmpool.InvalidStateError, match="forked from one that has used CUDA"):
-        symmpool.install()
+    # Also where the process that it was forked from had installed it.
+    for before in (None, object()):
+        monkeypatch.setattr(install, "_installed", before)
+        with pytest.raises(symmpool.InvalidStateError, match="forked from one that has used CUDA"):
+            symmpool.install()

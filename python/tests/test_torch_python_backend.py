@@ -81,12 +81,37 @@ def raises_in_a_hook(group, folder):
         dist.all_reduce(x)
     dist.group.WORLD.unregister_pre_hook(1)
     dist.all_reduce(x)
+    # Behind a call that was made: its result is there, and the error is this rank's.
+    dist.group.WORLD.register_post_hook(2, hook)
+    with pytest.raises(ValueError, match="the program's own"):
+        dist.all_reduce(x)
+    dist.group.WORLD.unregister_post_hook(2)
+    after = x.tolist()
+    dist.all_reduce(x)
     dist.destroy_process_group()
-    return x.tolist()
+    return after, x.tolist()
 
 
-def test_a_hook_that_raises_ends_the_call_before_it_is_made(tmp_path):
-    assert values(2, raises_in_a_hook, str(tmp_path)) == [[4.0] * 4] * 2
+def test_a_hook_that_raises_ends_its_call_and_no_other(tmp_path):
+    assert values(2, raises_in_a_hook, str(tmp_path)) == [([8.0] * 4, [16.0] * 4)] * 2
+
+
+def named_twice(group, folder):
+    said = []
+    for nth, named in enumerate(("cpu:symmpool,cpu:symmpool", "cpu:symmpool,cpu:gloo", "symmpool,symmpool")):
+        with pytest.raises((ValueError, AssertionError)) as error:
+            os.makedirs(f"{folder}/{nth}", exist_ok=True)
+            begin(group, f"{folder}/{nth}", named)
+        said.append(str(error.value))
+    begin(group, folder, "cpu:symmpool,cuda:symmpool")
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    dist.destroy_process_group()
+    return ["Duplicate" in text or "Unknown" in text for text in said], x.tolist()
+
+
+def test_a_backend_that_is_named_twice_is_refused_and_the_next_group_works(tmp_path):
+    assert values(2, named_twice, str(tmp_path)) == [([True] * 3, [2.0, 2.0])] * 2
 
 
 needs_215 = pytest.mark.skipif(
@@ -168,7 +193,7 @@ def gathered(group, folder):
     counts = backend.backend_counts()["gather_single"]
     # The others hear why the root refuses, and the next call is right.
     here, there = symmpool.InvalidArgumentError, symmpool.DivergedError
-    needed = "elements row by row are needed" if me == 1 else "refused"
+    needed = "elements row by row are needed" if me == 1 else "rank itself declined"
     with pytest.raises(here if me == 1 else there, match=needed):
         dist.gather_single(x, torch.zeros(5) if me == 1 else None, dst=1)
     dist.all_reduce(x)
@@ -223,6 +248,10 @@ def shrunk(group, port):
     # Only ranks whose processes have ended can be left out.
     with pytest.raises(symmpool.InvalidArgumentError, match="is alive; only ranks whose processes"):
         dist.shrink_group([2 - group.rank])
+    # torch itself refuses ranks that there are none of, twice the same one, and none at all.
+    for wrong in ([7], [1, 1], [], [group.rank]):
+        with pytest.raises((ValueError, RuntimeError)):
+            dist.shrink_group(wrong)
     time.sleep(0.2)
     dist.shrink_group([1])
     y = torch.full((3,), group.rank + 1.0)

@@ -112,18 +112,18 @@ def install() -> None:
     global _installed
     import torch
 
-    if _installed is not None:
-        return
     if not hasattr(torch._C, "_cuda_customAllocator"):
         raise UnsupportedError(f"install: torch {torch.__version__} was built without CUDA")
-    if torch.cuda.is_initialized():
-        raise InvalidStateError(
-            "install: torch has used CUDA already; call symmpool.install() at the program's start"
-        )
     if torch.cuda._is_in_bad_fork():
         raise InvalidStateError(
             "install: this process was forked from one that has used CUDA, so it can use no CUDA; start it "
             "anew (multiprocessing's start method 'spawn')"
+        )
+    if _installed is not None:
+        return
+    if torch.cuda.is_initialized():
+        raise InvalidStateError(
+            "install: torch has used CUDA already; call symmpool.install() at the program's start"
         )
     library = ctypes.CDLL(_symmpool.__file__)
     throw = _throw(torch)
