@@ -332,16 +332,41 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         work = GroupCollectives.all_gather_single(self, output, input, opts)
         return None if work is DONE else work
 
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        """Reduces all ranks' `input`, and leaves this rank's part of it in `output`."""
+        self._sequence += 1
+        if opts is not None and output.dtype in REDUCED and _is_alike(input, output):
+            theirs = opts.reduceOp
+            op = "sum" if theirs == _SUM else operation(theirs)
+            entry = self._ready(output, opts) if op in NATIVE else None
+            if entry is not None:
+                note("reduce_scatter_tensor", NAME)
+                return _made(entry, entry.comm.reduce_scatter_tensor, output, input, op)
+        work = GroupCollectives.reduce_scatter_single(self, output, input, opts)
+        return None if work is DONE else work
+
+    def all_to_all_single(
+        self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        """Exchanges parts of one tensor. Splits are elements of the first dimension; empty ones are equal
+        parts."""
+        self._sequence += 1
+        if not output_splits and not input_splits and _is_alike(input, output):
+            entry = self._ready(output, opts)
+            if entry is not None:
+                note("all_to_all_single", NAME)
+                return _made(entry, entry.comm.all_to_all_single, output, input)
+        work = GroupCollectives.all_to_all_single(self, output, input, output_splits, input_splits, opts)
+        return None if work is DONE else work
+
     allreduce_sparse = allreduce
 
     reduce = _without_work(GroupCollectives.reduce)
-    reduce_scatter_single = _without_work(GroupCollectives.reduce_scatter_single)
     allgather = _without_work(GroupCollectives.allgather)
     reduce_scatter = _without_work(GroupCollectives.reduce_scatter)
     allreduce_coalesced = _without_work(GroupCollectives.allreduce_coalesced)
     all_gather_single_coalesced = _without_work(GroupCollectives.allgather_into_tensor_coalesced)
     reduce_scatter_single_coalesced = _without_work(GroupCollectives.reduce_scatter_tensor_coalesced)
-    all_to_all_single = _without_work(GroupCollectives.all_to_all_single)
     alltoall = _without_work(GroupCollectives.alltoall)
     gather = _without_work(GroupCollectives.gather)
     gather_single = _without_work(GroupCollectives.gather_single)
