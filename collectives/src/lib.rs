@@ -50,7 +50,7 @@ pub use communicator::{
 #[cfg(feature = "testing")]
 pub use cuda::take_sms;
 #[doc(hidden)]
-pub use cuda::{Cases, CheckedAllReduce};
+pub use cuda::{Cases, CheckedAllReduce, ScatterCases, checked_exchanges, checked_reduce_scatters};
 pub use cuda::{end_watching, share_sms, share_sms_of_several};
 pub use host::{Arrivals, GroupKey, HostEngine, HostEngineOptions, Mailbox, PendingMessage};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};

@@ -7,19 +7,23 @@
 //! | `driver` | the functions of the CUDA driver library that this module calls, and words of pinned memory |
 //! | `layout` | what kernels are given, laid out as in `symmpool/comm.cuh`; the control block, records of failures |
 //! | `kernel` | what kernels are compiled for, their loading and launch, and how much of a device they may occupy |
-//! | `all_reduce` | the algorithms of all-reduces |
+//! | `all_reduce`, `reduce_scatter`, `all_to_all`, `all_gather`, `broadcast` | their algorithms: kernels, launches, constraints, and the calls that check them |
 //! | `select` | the tables of built-in algorithms, and which of them serves a call |
 //! | `engine` | one rank's side of a communicator: its state, and what every call does |
 //! | `ops` | the collectives and the other operations: which kernels and copies they launch |
 //! | `interface` | all of it as an `Engine` |
 
+mod all_gather;
 mod all_reduce;
+mod all_to_all;
+mod broadcast;
 mod driver;
 mod engine;
 mod interface;
 mod kernel;
 mod layout;
 mod ops;
+mod reduce_scatter;
 mod select;
 
 use crate::jit::Kernel;
@@ -38,9 +42,13 @@ pub(crate) use self::layout::footprint::{
     communicator_bytes, growing_bytes, requested_total,
 };
 pub(crate) use self::layout::params::Footprint;
+pub use self::ops::algorithms::checked_exchanges;
+pub use self::reduce_scatter::checked_reduce_scatters;
+pub use self::reduce_scatter::row::ScatterCases;
 pub(crate) use engine::{Area, CudaEngine, CudaEngineOptions, ReadyKernels};
 
 /// Every kernel.
 pub(crate) fn kernels() -> impl Iterator<Item = &'static Kernel<'static>> {
-    KERNELS.iter().copied().chain(all_reduce::kernels())
+    let exchanges = all_to_all::KERNELS.into_iter().chain([&broadcast::pipeline::KERNEL]);
+    KERNELS.iter().copied().chain(all_reduce::kernels()).chain(exchanges)
 }

@@ -85,13 +85,10 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "symmpool/warps.cuh",
 ];
 
-/// Kernels of this folder. Those of all-reduces lie beside their launches (`cuda/all_reduce`).
+/// Kernels of this folder. Others lie beside their rows, in `cuda/all_reduce` and the like.
 pub(crate) const KERNELS: &[&Kernel<'static>] = &[
-    &ALL_TO_ALL,
     &BARRIER,
-    &BROADCAST_PIPELINE,
     &COMBINE,
-    &COPY_COMPANION,
     &MATMUL_SMALL_M,
     &MATMUL_SMALL_M_RECEIVED,
     &MATMUL_GATHER,
@@ -112,13 +109,13 @@ const DTYPE: Axis = ("DTYPE", &["1", "2", "3", "4", "5", "6", "7", "8", "9", "10
 const OP: Axis = ("OP", &["1", "2", "3", "4", "5"]);
 
 /// Numbers of ranks: those of usual machines, of which 8 is the most.
-const WORLD: Axis = ("WORLD", &["2", "4", "8"]);
+pub(crate) const WORLD: Axis = ("WORLD", &["2", "4", "8"]);
 /// Numbers of ranks for kernels that have larger blocks for few ranks.
 pub(crate) const UP_TO_4: Axis = ("WORLD", &["2", "4"]);
 pub(crate) const ABOVE_4: Axis = ("WORLD", &["8"]);
 /// Numbers of ranks that are not usual, for which each kernel is compiled with one type.
-const ODD: Axis = ("WORLD", &["3", "5", "6", "7"]);
-const ODD_UP_TO_4: Axis = ("WORLD", &["3"]);
+pub(crate) const ODD: Axis = ("WORLD", &["3", "5", "6", "7"]);
+pub(crate) const ODD_UP_TO_4: Axis = ("WORLD", &["3"]);
 /// Numbers of ranks for kernels that are compiled with several types for the fewest ranks and for the most.
 pub(crate) const OTHERS: Axis = ("WORLD", &["3", "4", "5", "6", "7"]);
 pub(crate) const OTHERS_UP_TO_4: Axis = ("WORLD", &["3", "4"]);
@@ -148,11 +145,11 @@ pub(crate) const REDUCTIONS: Axis = ("COLLECTIVE", &["ALL_REDUCE", "REDUCE_SCATT
 pub(crate) const ALL_REDUCE: Axis = ("COLLECTIVE", &["ALL_REDUCE"]);
 pub(crate) const MOVES: Axis = ("COLLECTIVE", &["ALL_GATHER", "BROADCAST"]);
 /// Ways of an all-to-all.
-const INBOXES: Axis = ("DIRECT", &["0"]);
-const DIRECT: Axis = ("DIRECT", &["1"]);
-const HOST_COUNTS: Axis = ("DEVICE_COUNTS", &["0"]);
-const DEVICE_COUNTS: Axis = ("DEVICE_COUNTS", &["1"]);
-const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
+pub(crate) const INBOXES: Axis = ("DIRECT", &["0"]);
+pub(crate) const DIRECT: Axis = ("DIRECT", &["1"]);
+pub(crate) const HOST_COUNTS: Axis = ("DEVICE_COUNTS", &["0"]);
+pub(crate) const DEVICE_COUNTS: Axis = ("DEVICE_COUNTS", &["1"]);
+pub(crate) const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
 const ANY_TOKENS: Axis = ("ONLY_LOW_LATENCY", &["0"]);
 const ONLY_LOW_LATENCY: Axis = ("ONLY_LOW_LATENCY", &["1"]);
 
@@ -229,21 +226,6 @@ pub(crate) const BARRIER: Kernel<'static> = collective!(
     ],
 );
 
-/// All-to-all with any counts.
-pub(crate) const ALL_TO_ALL: Kernel<'static> = collective!(
-    "all_to_all" / "all_to_all",
-    [("WORLD", &["1", "2", "4"]), WIDE, BYTES, INBOXES, HOST_COUNTS],
-    [("WORLD", &["1", "2", "4"]), WIDE, BYTES, DIRECT, ANY_COUNTS],
-    [ABOVE_4, NARROW, BYTES, INBOXES, HOST_COUNTS],
-    [ABOVE_4, NARROW, BYTES, DIRECT, ANY_COUNTS],
-    [ODD_UP_TO_4, WIDE, BYTES, DIRECT, DEVICE_COUNTS],
-    [ODD_ABOVE_4, NARROW, BYTES, DIRECT, DEVICE_COUNTS],
-);
-
-/// Kernel of SMs while copy engines carry an all-to-all or an all-gather.
-pub(crate) const COPY_COMPANION: Kernel<'static> =
-    collective!("all_to_all" / "copy_companion", [WORLD, WIDE], [ODD, WIDE],);
-
 /// Copies and signals between two ranks.
 pub(crate) const ONE_SIDED: Kernel<'static> = collective!(
     "one_sided" / "one_sided",
@@ -284,10 +266,6 @@ pub(crate) const COMBINE: Kernel<'static> = collective!(
     [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, ANY_TOKENS],
     [WORLDS_OF_2_AND_8, ("THREADS", &["256", "512"]), BF16, BY_EXPERT, ONLY_LOW_LATENCY],
 );
-
-/// Broadcast in stages, which peers pass on.
-pub(crate) const BROADCAST_PIPELINE: Kernel<'static> =
-    collective!("broadcast" / "broadcast_pipeline", [WORLD, NARROW], [ODD, NARROW]);
 
 /// Outputs that are made of a fused sum, and how threads divide rows.
 const OUTPUTS: Axis = ("OUTPUT", &["SUM_ONLY", "NORM", "FP8_STATIC", "FP8_TOKEN", "FP8_GROUP"]);

@@ -90,7 +90,7 @@ impl<'a> Bench<'a> {
         let mut times = Times::new();
         for &algorithm in algorithms {
             let mut communicator = CommunicatorOptions { algorithm, ..options.communicator() };
-            let copied = algorithm == AllReduceAlgorithm::TwoShotCopy;
+            let copied = algorithm.checked().is_some_and(|checked| checked.cases.by_copies);
             if let Some(bytes) = options.copy_scratch.filter(|_| copied) {
                 communicator.device_scratch_bytes = Some(bytes);
             }

@@ -96,7 +96,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     ];
     pool.commit()?;
     for algorithm in AllReduceAlgorithm::ALL {
-        let one_of_all = algorithm.checked().is_some() && options.wants(families::ALL_REDUCES);
+        let row = algorithm.checked().map(|checked| checked.cases);
+        let one_of_all = row.is_some() && options.wants(families::ALL_REDUCES);
         if !one_of_all && !options.wants(algorithm.name()) {
             continue;
         }
@@ -116,13 +117,13 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             check.all_reduces(memory, algorithm, options.seed)?;
             // Where ranks share a device, nothing goes in pieces, which ordinary memory needs.
             let served = !options.shared || memory.name != ORDINARY;
-            if algorithm == AllReduceAlgorithm::TwoShotCopy && served {
+            if row.is_some_and(|row| row.by_copies) && served {
                 check.pieces(memory, &communicator)?;
             }
             if algorithm == AllReduceAlgorithm::Auto {
                 check.halves(memory, options.seed)?;
             }
-            if algorithm == AllReduceAlgorithm::TwoShotLamport {
+            if row.is_some_and(|row| row.has_two_layouts) {
                 check.in_company(memory, algorithm)?;
             }
         }

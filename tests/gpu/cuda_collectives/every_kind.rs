@@ -4,7 +4,8 @@ use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     Algorithm, AllReduceAlgorithm, CombineAt, Communicator, CommunicatorOptions, DType, DispatchAt,
     ExpertBuffer, ExpertLayout, ExpertShape, FusedAlgorithm, NormBuffers, NormOutput, NormShape,
-    Quantization, ReduceOp, Request, SplitRows, SplitsAt, StandardCollective,
+    Quantization, ReduceOp, Request, SplitRows, SplitsAt, StandardCollective, checked_exchanges,
+    checked_reduce_scatters,
 };
 
 use crate::cuda::{download, upload};
@@ -128,7 +129,7 @@ impl<'a> EveryKind<'a> {
             let options = CommunicatorOptions { algorithm, ..little.clone() };
             let all_reduce = StandardCollective::AllReduce;
             all.push(self.standard((all_reduce, None), windows, count, options.clone()));
-            if algorithm == A::TwoShotCopy {
+            if algorithm.checked().is_some_and(|checked| checked.cases.by_copies) {
                 let options = CommunicatorOptions { beside_compute: true, ..options };
                 all.push(self.standard((all_reduce, None), ordinary, count, options));
             }
@@ -136,22 +137,18 @@ impl<'a> EveryKind<'a> {
         use StandardCollective::{AllGather, AllToAll, Broadcast, ReduceScatter};
         let world = self.pool.world() as usize;
         let (part, whole) = (some(3_000_000) / world, some(1_500_000));
-        for (collective, algorithm, count, beside_compute) in [
-            (ReduceScatter, Some("lamport"), part, false),
-            (ReduceScatter, Some("ll"), part, false),
-            (ReduceScatter, Some("pipeline"), part, false),
-            (ReduceScatter, Some("direct"), part, false),
-            (ReduceScatter, Some("copy"), part, false),
-            (ReduceScatter, Some("copy"), part, true),
-            (AllGather, Some("ll"), part, false),
-            (AllGather, None, part, false),
-            (AllGather, Some("copy"), part, false),
-            (Broadcast, None, whole, false),
-            (Broadcast, Some("ll"), whole, false),
-            (Broadcast, Some("pipeline"), whole, false),
-            (AllToAll, None, part, false),
-            (AllToAll, Some("copy"), part, false),
-        ] {
+        let mut kinds = Vec::new();
+        for (name, cases) in checked_reduce_scatters() {
+            kinds.push((ReduceScatter, Some(name), part, false));
+            kinds.extend(cases.by_copies.then_some((ReduceScatter, Some(name), part, true)));
+        }
+        for (collective, count) in [(AllGather, part), (Broadcast, whole), (AllToAll, part)] {
+            kinds.push((collective, None, count, false));
+            kinds.extend(
+                checked_exchanges(collective).map(|name| (collective, Some(name), count, false)),
+            );
+        }
+        for (collective, algorithm, count, beside_compute) in kinds {
             let options = CommunicatorOptions { beside_compute, ..little.clone() };
             all.push(self.standard((collective, algorithm), windows, count, options));
         }

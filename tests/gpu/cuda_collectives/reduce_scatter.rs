@@ -3,7 +3,8 @@
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request, StandardCollective,
+    Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request, ScatterCases,
+    StandardCollective, checked_reduce_scatters,
 };
 
 use crate::cuda::{Graph, download, stream, upload};
@@ -84,6 +85,12 @@ impl Case {
     }
 }
 
+/// Facts that checks need to know of a reduce-scatter; `None` where no algorithm is requested.
+fn cases_of(name: Option<&str>) -> Option<ScatterCases> {
+    let found = |name| checked_reduce_scatters().find(|(each, _)| *each == name);
+    name.map(|name| found(name).expect("a reduce-scatter of devices").1)
+}
+
 /// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (rank, world) = (pool.rank() as usize, pool.world() as usize);
@@ -108,7 +115,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         let names = algorithms.iter().filter(scatter).map(|each| Some(each.name()));
         // Whatever is drawn, copies between two ranks are from inputs in windows to outputs elsewhere once.
         let names = names.flat_map(|name| {
-            let twice = if name == Some("copy") { 2 } else { 1 };
+            let twice = if cases_of(name).is_some_and(|row| row.by_copies) { 2 } else { 1 };
             (0..twice).map(move |time| (name, time == 1))
         });
         for (nth, (name, from_windows)) in names.chain([(None, false)]).enumerate() {
@@ -117,10 +124,13 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let long = part > 1 << 20;
                     let skipped = options.quick && which > 1 || part > 48 << 20 && name.is_some();
                     // Emulated devices take long for what does not go by copies.
-                    let copied = matches!(name, Some("copy" | "direct") | None);
+                    let row = cases_of(name);
+                    let from_windows_alone = row.is_some_and(|row| row.input_windows);
+                    let copied = from_windows_alone || row.is_none_or(|row| row.by_copies);
                     let slow = options.emulated && long && !(copied && which == 0);
                     let lamport = matches!(dtype, DType::Bf16);
-                    if skipped || slow || (name == Some("lamport") && !lamport) {
+                    let served = lamport || !row.is_some_and(|row| row.lamport_types);
+                    if skipped || slow || !served {
                         continue;
                     }
                     let number =
@@ -128,7 +138,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                     let shift = |by: u32| (number >> by) % 4 * dtype.size() as u64;
                     let in_place = number & 1 == 1 && !from_windows;
                     // Ranks can read inputs directly only in windows.
-                    let window = name == Some("direct") || from_windows || number >> 1 & 1 == 1;
+                    let window = from_windows_alone || from_windows || number >> 1 & 1 == 1;
                     let count = part / dtype.size();
                     let case = |buffers: &Buffers| {
                         let from = buffers.inputs[usize::from(window)].address() + shift(8);

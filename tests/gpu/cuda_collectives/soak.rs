@@ -201,7 +201,8 @@ impl Soak<'_> {
         let (algorithm, comm) = &self.comms[which];
         // Most calls are small.
         let count = 1 + (number >> 8) as usize % (MAX_COUNT >> (number >> 60));
-        let count = count + if *algorithm == AllReduceAlgorithm::TwoShotCopy { COPIED } else { 0 };
+        let copied = algorithm.checked().is_some_and(|checked| checked.cases.by_copies);
+        let count = count + if copied { COPIED } else { 0 };
         // Most inputs are aligned.
         let odd = (number >> 34).is_multiple_of(8);
         let shift = ((number >> 40) as usize % SHIFTS) & if odd { !0 } else { !7 };

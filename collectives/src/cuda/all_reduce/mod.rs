@@ -7,16 +7,17 @@
 //! | `one_shot`, `one_shot_ll128`, `one_shot_pull` | every rank reduces everything |
 //! | `two_shot`, `two_shot_pull`, `two_shot_push`, `two_shot_copy`, `two_shot_pipeline` | every rank reduces a share |
 //! | `constraints` | what decides which all-reduce can serve a call |
-//! | `reduction_call` | a call of a reduction whose arguments were checked |
 //! | `row` | a row of the table, and what its launch is given |
 //!
-//! A row says which calls its algorithm can serve, for which it is fast, which kernel it has and how that is launched.
+//! A row says which calls its algorithm can serve, for which it is fast, which kernel it has, how that is launched, and which
+//! calls check it. Its name is a variant of [`AllReduceAlgorithm`](Name), which is not here: names travel in call descriptions,
+//! which host memory, several hosts and error messages read without a device. The compiler ties the two: [`rows!`] has every
+//! variant, with its row or among those that devices have no row for.
 
 pub(in crate::cuda) mod constraints;
 mod one_shot;
 mod one_shot_ll128;
 mod one_shot_pull;
-pub(in crate::cuda) mod reduction_call;
 pub(in crate::cuda) mod row;
 pub(in crate::cuda) mod two_shot;
 pub(in crate::cuda) mod two_shot_copy;
@@ -32,19 +33,43 @@ use crate::cuda::layout::params::Control;
 use crate::jit::{Kernel, shares_memory};
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
-/// All-reduces, in the order in which names that stand for several try them.
-pub(in crate::cuda) static ALL_REDUCE: [AllReduce; 10] = [
-    one_shot::LAMPORT_ROW,
-    one_shot_ll128::ROW,
-    one_shot::LL_ROW,
-    one_shot_pull::ROW,
-    two_shot::LAMPORT_ROW,
-    two_shot_push::ROW,
-    two_shot::LL_ROW,
-    two_shot_pull::ROW,
-    two_shot_copy::ROW,
-    two_shot_pipeline::ROW,
-];
+/// Makes the table of rows in this order, and finds a row by its name. A name that is missing here does not compile, and neither
+/// does a row of another name.
+macro_rules! rows {
+    ($($name:ident => $row:path),+ $(,)?; without: $($other:ident),+ $(,)?) => {
+        /// All-reduces, in the order in which names that stand for several try them.
+        pub(in crate::cuda) static ALL_REDUCE: [AllReduce; [$(Name::$name),+].len()] = [$($row),+];
+
+        $(const _: () = assert!(
+            matches!($row.name, Name::$name),
+            concat!(stringify!($row), " has another name than ", stringify!($name))
+        );)+
+
+        impl AllReduce {
+            /// The algorithm of this name; `None` if the name leaves something open, or is of host memory.
+            pub(in crate::cuda) fn named(name: Name) -> Option<&'static Self> {
+                match name {
+                    $(Name::$name)|+ => ALL_REDUCE.iter().find(|row| row.name == name),
+                    $(Name::$other)|+ => None,
+                }
+            }
+        }
+    };
+}
+
+rows! {
+    OneShotLamport => one_shot::LAMPORT_ROW,
+    OneShotLl128 => one_shot_ll128::ROW,
+    OneShotLl => one_shot::LL_ROW,
+    OneShotPull => one_shot_pull::ROW,
+    TwoShotLamport => two_shot::LAMPORT_ROW,
+    TwoShotPush => two_shot_push::ROW,
+    TwoShotLl => two_shot::LL_ROW,
+    TwoShotPull => two_shot_pull::ROW,
+    TwoShotCopy => two_shot_copy::ROW,
+    TwoShotPipeline => two_shot_pipeline::ROW;
+    without: Auto, OneShot, TwoShot, CubeMesh
+}
 
 /// The kernels of all of them, each once.
 pub(in crate::cuda) fn kernels() -> BTreeSet<&'static Kernel<'static>> {
@@ -55,11 +80,6 @@ impl AllReduce {
     /// The kernel, whatever it is compiled for.
     fn any_kernel(&self) -> &'static Kernel<'static> {
         (self.kernel)(2, (DType::F32, ReduceOp::Sum), 0).kernel
-    }
-
-    /// The algorithm of this name; `None` if the name leaves something open, or is of host memory.
-    pub(in crate::cuda) fn named(name: Name) -> Option<&'static Self> {
-        ALL_REDUCE.iter().find(|entry| entry.name == name)
     }
 }
 

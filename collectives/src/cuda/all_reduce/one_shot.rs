@@ -5,8 +5,9 @@
 use symmpool_allocator::Result;
 
 use super::constraints::{always, fits_lamport};
-use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases};
 use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
@@ -35,7 +36,7 @@ pub(super) const LAMPORT_ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec { lamport: true, ..KernelSpec::reduces(&KERNEL, of) },
     launch,
-    cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
+    cases: Cases::USUAL,
 };
 
 /// Row of the LL protocol.
@@ -47,7 +48,7 @@ pub(super) const LL_ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
-    cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
+    cases: Cases::USUAL,
 };
 
 /// # Safety

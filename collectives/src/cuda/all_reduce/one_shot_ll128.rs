@@ -5,8 +5,9 @@
 use symmpool_allocator::Result;
 
 use super::constraints::always;
-use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases};
 use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::LL128_PAYLOAD;
 use crate::jit::kernel_beside;
@@ -31,7 +32,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
-    cases: Cases { count: 10_000, in_pieces: false, min_count: 10_000 },
+    cases: Cases::USUAL,
 };
 
 /// # Safety

@@ -1,13 +1,14 @@
-//! A row of the table of all-reduces, and what its launch is given: the call, and launches of the engine.
+//! A row of the table of all-reduces, and what its launch is given besides the engine.
 
 #![allow(unsafe_code)] // passes on the caller's promises about raw buffers
 
 use symmpool_allocator::Result;
 
 use super::constraints::AllReduceShape;
-use super::reduction_call::Work;
 use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
+use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::Control;
 use crate::{AllReduceAlgorithm, DType, ReduceOp};
@@ -44,6 +45,22 @@ pub struct Cases {
     pub in_pieces: bool,
     /// Elements of 2 bytes of a short call.
     pub min_count: usize,
+    /// Whether copy engines carry it. Then it is checked with several sizes of scratch, which it may divide calls by.
+    pub by_copies: bool,
+    /// Whether data lies otherwise in inboxes in calls of more than 4 MiB. Then it is checked with ranks that are alone on
+    /// their devices, and with ranks that are not.
+    pub has_two_layouts: bool,
+}
+
+impl Cases {
+    /// Short calls, in one launch.
+    pub(super) const USUAL: Self = Self {
+        count: 10_000,
+        in_pieces: false,
+        min_count: 10_000,
+        by_copies: false,
+        has_two_layouts: false,
+    };
 }
 
 /// An all-reduce algorithm of devices, as checks see it.
@@ -55,52 +72,6 @@ pub struct CheckedAllReduce {
     pub shares_memory: bool,
     /// Calls that check it.
     pub cases: Cases,
-}
-
-/// Launches of an engine, on one rank.
-pub(in crate::cuda) trait KernelLauncher {
-    /// The number of ranks.
-    fn world(&self) -> u32;
-
-    /// The layout of the memory that ranks share.
-    fn control(&self) -> &Control;
-
-    /// Loads a kernel, which is compiled if that is not done yet.
-    fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel>;
-
-    /// Launches a kernel whose blocks need no blocks of peers.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`AllReduceCall`], for the input and output of `work`.
-    unsafe fn launch_blocks(
-        &mut self,
-        kernel: LoadedKernel,
-        config: LaunchConfig,
-        work: &Work,
-    ) -> Result<()>;
-
-    /// Launches a kernel whose blocks of equal index work together on all ranks, as peer blocks. Ranks compare
-    /// how many peer blocks there are, so that is as many as the worker blocks of a communicator that has the
-    /// device for itself. Where communicators share a device, fewer blocks run, and each does the work of
-    /// several peer blocks.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`AllReduceCall`], for the input and output of `work`.
-    unsafe fn launch_peer_blocks(
-        &mut self,
-        kernel: LoadedKernel,
-        whole: LaunchConfig,
-        work: &Work,
-    ) -> Result<()>;
-
-    /// Has copy engines carry an all-reduce, with kernels that reduce between copies.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`AllReduceCall`], for the input and output of `work`.
-    unsafe fn launch_copies(&mut self, work: &Work, output_window: bool) -> Result<()>;
 }
 
 /// A call that an algorithm launches. You must promise that its input is readable and its output writable on the device

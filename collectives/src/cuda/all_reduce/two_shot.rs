@@ -5,10 +5,11 @@
 use symmpool_allocator::Result;
 
 use super::constraints::{AllReduceShape, fits_lamport};
-use super::reduction_call::Work;
-use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases};
 use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
+use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES, THREADS};
 use crate::cuda::layout::params::Control;
 use crate::jit::kernel_beside;
@@ -50,7 +51,7 @@ pub(super) const LAMPORT_ROW: AllReduce = AllReduce {
         KernelSpec::two_shot(world, of, TwoShotCollective::AllReduce, true, bytes)
     },
     launch: launch_lamport,
-    cases: Cases { count: 1_800_000, in_pieces: true, min_count: 10_000 },
+    cases: Cases { count: 1_800_000, in_pieces: true, has_two_layouts: true, ..Cases::USUAL },
 };
 
 /// Row of the LL protocol.
@@ -64,7 +65,7 @@ pub(super) const LL_ROW: AllReduce = AllReduce {
         KernelSpec::two_shot(world, of, TwoShotCollective::AllReduce, false, bytes)
     },
     launch: launch_ll,
-    cases: Cases { count: 1_800_000, in_pieces: true, min_count: 10_000 },
+    cases: Cases { count: 1_800_000, in_pieces: true, ..Cases::USUAL },
 };
 
 fn pays_off_in_inboxes(shape: &AllReduceShape, control: &Control, lamport: bool) -> bool {
@@ -135,6 +136,28 @@ pub(in crate::cuda) unsafe fn in_inboxes(
         unsafe { engine.launch_blocks(loaded, config, &piece) }?;
     }
     Ok(())
+}
+
+/// Runs a collective that is one of the two shots, through inboxes, which have room for a part of each rank.
+///
+/// # Safety
+///
+/// You must keep the promises of [`Work`].
+pub(in crate::cuda) unsafe fn one_of_two_shots(
+    engine: &mut dyn KernelLauncher,
+    work: &Work,
+    collective: TwoShotCollective,
+    lamport: bool,
+) -> Result<()> {
+    let room = (1, part_launch(engine.control(), engine.world(), lamport));
+    // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
+    unsafe { in_inboxes(engine, work, collective, lamport, room) }
+}
+
+/// Most bytes of a part that one launch of a single shot takes through inboxes, which must hold a part of each rank. Longer
+/// launches would not be faster, and need another variant of the kernel.
+pub(in crate::cuda) fn part_launch(control: &Control, world: u32, lamport: bool) -> u64 {
+    (control.inbox_vectors(lamport) / u64::from(world) * 16).min(MANY_BYTES)
 }
 
 impl KernelSpec {

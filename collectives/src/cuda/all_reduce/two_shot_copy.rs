@@ -5,8 +5,9 @@
 use symmpool_allocator::Result;
 
 use super::constraints::{MIN_COPY_BYTES, at_once};
-use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases};
 use crate::AllReduceAlgorithm as Name;
+use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::jit::kernel_beside;
 use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
@@ -37,7 +38,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
     // There is no room for more pieces than these.
-    cases: Cases { count: 1_000_000, in_pieces: false, min_count: 600_000 },
+    cases: Cases { count: 1_000_000, min_count: 600_000, by_copies: true, ..Cases::USUAL },
 };
 
 /// # Safety
@@ -45,5 +46,5 @@ pub(super) const ROW: AllReduce = AllReduce {
 /// You must keep the promises of [`AllReduceCall`].
 unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Result<()> {
     // SAFETY: the caller promised that the input and output of the call are there until the stream has done it.
-    unsafe { engine.launch_copies(call.work, call.output_window) }
+    unsafe { engine.copy_all_reduce(call.work, call.output_window) }
 }

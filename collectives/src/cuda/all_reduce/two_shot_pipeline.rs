@@ -5,10 +5,11 @@
 use symmpool_allocator::Result;
 
 use super::constraints::always;
-use super::reduction_call::Work;
-use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases};
 use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
+use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
@@ -44,7 +45,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::two_shot_pipeline(of, TwoShotCollective::AllReduce),
     launch,
-    cases: Cases { count: 100_000, in_pieces: false, min_count: 10_000 },
+    cases: Cases { count: 100_000, ..Cases::USUAL },
 };
 
 /// # Safety

@@ -5,9 +5,10 @@
 use symmpool_allocator::Result;
 
 use super::constraints::at_once;
-use super::row::{AllReduce, AllReduceCall, Cases, KernelLauncher};
+use super::row::{AllReduce, AllReduceCall, Cases};
 use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::jit::kernel_beside;
 use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
@@ -34,7 +35,7 @@ pub(super) const ROW: AllReduce = AllReduce {
     most_bytes: |_, _| u64::MAX,
     kernel: |_, of, _| KernelSpec::reduces(&KERNEL, of),
     launch,
-    cases: Cases { count: 1_800_000, in_pieces: true, min_count: 10_000 },
+    cases: Cases { count: 1_800_000, in_pieces: true, ..Cases::USUAL },
 };
 
 /// Pushes inputs through scratch and results into outputs that are windows, in as many launches as the scratch's

@@ -343,9 +343,9 @@ fn exceeds_inbox(control: &Control, world: u32, bytes: u64, lamport: bool) -> bo
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cuda::all_gather::ll::LL_BYTES;
     use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
     use crate::cuda::layout::footprint::Requested;
-    use crate::cuda::ops::all_gather_broadcast::LL_BYTES;
     use crate::cuda::select::table::MeasuredTable;
     use crate::{AllReduceAlgorithm, DType};
 

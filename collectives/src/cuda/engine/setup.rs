@@ -18,6 +18,7 @@ use super::{CudaEngine, CudaEngineOptions, ReadyKernels};
 use crate::DType;
 use crate::algorithm::AlgorithmId;
 use crate::cuda::all_reduce::constraints::{AllReduceShape, are_nvlinked};
+use crate::cuda::all_to_all::row::Exchange;
 use crate::cuda::driver::api::{Api, cuda};
 use crate::cuda::kernel::kernels::Kernels;
 use crate::cuda::kernel::modules::Modules;
@@ -25,7 +26,6 @@ use crate::cuda::kernel::sm_budget::has_communicators;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::p2p_layout::{P2p, P2pLayout, prepare};
 use crate::cuda::layout::params::Control;
-use crate::cuda::select::exchange::Exchange;
 use crate::cuda::select::table::MeasuredTable;
 use crate::types::timeout::Timeout;
 
@@ -140,7 +140,9 @@ impl CudaEngine {
             control,
             areas: Areas::new(control, options.grown, number),
             comm,
-            default_exchange: Exchange::of(AlgorithmId::of_all_to_all(options.all_to_all)),
+            default_exchange: Exchange::of_all_to_all(AlgorithmId::of_all_to_all(
+                options.all_to_all,
+            )),
             kernels,
             failure,
             recv_counts: None,

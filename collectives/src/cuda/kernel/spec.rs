@@ -1,19 +1,15 @@
 //! Specifications of kernels: all that they are compiled for.
 
-use super::mode::{AllToAllMode, KernelMode, OneSidedMode};
+use super::mode::{KernelMode, OneSidedMode};
 use crate::call::p2p::Direction;
 use crate::cuda::kernel::mode::P2pMode;
 use crate::jit::Kernel;
 use crate::jit::sources::P2P;
-use crate::jit::sources::{ALL_TO_ALL, BARRIER, BROADCAST_PIPELINE, MEASURED_BARRIER, ONE_SIDED};
+use crate::jit::sources::{BARRIER, MEASURED_BARRIER, ONE_SIDED};
 use crate::{DType, ReduceOp};
 
 /// Most threads of a block; kernels are compiled for so many.
 pub(in crate::cuda) const THREADS: u32 = 512;
-
-/// Threads of a block of a broadcast in stages. Two of these blocks run on an SM, so that one stores while the other
-/// waits for its stores to arrive before it raises a flag.
-pub(in crate::cuda) const PIPELINE_THREADS: u32 = 256;
 
 /// Threads of a block of the kernel that runs a handshake alone.
 pub(in crate::cuda) const BARRIER_THREADS: u32 = 128;
@@ -77,12 +73,6 @@ impl KernelSpec {
         Self::new(&MEASURED_BARRIER, MEASURED_BARRIER_THREADS)
     }
 
-    /// An all-to-all. Vectors of more ranks take more registers, so blocks are smaller then.
-    pub(in crate::cuda) fn all_to_all(world: u32, mode: AllToAllMode) -> Self {
-        let threads = if world <= 4 { THREADS } else { THREADS / 2 };
-        Self { mode: KernelMode::AllToAll(mode), ..Self::new(&ALL_TO_ALL, threads) }
-    }
-
     /// A copy, a signal, a wait, or a copy and then a signal, between two ranks.
     pub(in crate::cuda) fn one_sided(mode: OneSidedMode) -> Self {
         let threads = match mode {
@@ -98,11 +88,6 @@ impl KernelSpec {
         (dtype, op): (DType, ReduceOp),
     ) -> Self {
         Self { dtype: dtype as u8, op: op as u8, ..Self::new(kernel, THREADS) }
-    }
-
-    /// A broadcast in stages.
-    pub(in crate::cuda) fn broadcast_pipeline() -> Self {
-        Self::new(&BROADCAST_PIPELINE, PIPELINE_THREADS)
     }
 
     /// The kernel of point-to-point messages in a direction.

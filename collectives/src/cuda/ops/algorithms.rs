@@ -2,14 +2,25 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use crate::algorithm::{AUTO, AlgorithmId, CallShape, StandardCollective};
+use crate::algorithm::{AUTO, AlgorithmId, CallShape, StandardCollective, not_on_devices};
 use crate::call::StandardCall;
+use crate::cuda::all_gather::ALL_GATHER;
 use crate::cuda::all_reduce::ALL_REDUCE;
+use crate::cuda::all_to_all::ALL_TO_ALL;
+use crate::cuda::all_to_all::row::Exchange;
+use crate::cuda::broadcast::BROADCAST;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::layout::params::Control;
-use crate::cuda::select::exchange::{EXCHANGE, Exchange};
-use crate::cuda::select::not_here;
-use crate::cuda::select::reduce_scatter::{REDUCE_SCATTER, ReduceScatter};
+use crate::cuda::reduce_scatter::REDUCE_SCATTER;
+use crate::cuda::reduce_scatter::row::ReduceScatter;
+
+/// The algorithms of a collective that exchanges data on devices, by name, whose calls may go another way than by the kernel of
+/// all-to-alls.
+#[doc(hidden)]
+pub fn checked_exchanges(collective: StandardCollective) -> impl Iterator<Item = &'static str> {
+    let rows = CudaEngine::exchanges(collective).iter();
+    rows.filter(|row| row.has_own_way()).map(move |row| row.id.label(collective))
+}
 
 impl CudaEngine {
     /// The numbers of a collective's algorithms.
@@ -21,10 +32,17 @@ impl CudaEngine {
             StandardCollective::ReduceScatter => {
                 REDUCE_SCATTER.iter().map(|entry| entry.id).collect()
             }
-            _ => {
-                let of = |entry: &&Exchange| entry.collectives.contains(&collective);
-                EXCHANGE.iter().filter(of).map(|entry| entry.id).collect()
-            }
+            exchange => Self::exchanges(exchange).iter().map(|row| row.id).collect(),
+        }
+    }
+
+    /// The rows of a collective that exchanges data.
+    fn exchanges(collective: StandardCollective) -> &'static [&'static Exchange] {
+        match collective {
+            StandardCollective::AllGather => &ALL_GATHER,
+            StandardCollective::Broadcast => &BROADCAST,
+            StandardCollective::AllToAll => &ALL_TO_ALL,
+            StandardCollective::AllReduce | StandardCollective::ReduceScatter => &[],
         }
     }
 
@@ -47,7 +65,7 @@ impl CudaEngine {
                 ReduceScatter::named(id, shape.dtype, shape.input_window).map(drop)
             }
             _ if Self::algorithms(collective).contains(&id) => Ok(()),
-            _ => Err(not_here(collective, id, Self::algorithms(collective))),
+            _ => Err(not_on_devices(collective, id, Self::algorithms(collective))),
         }
     }
 
@@ -61,11 +79,12 @@ impl CudaEngine {
         if algorithm == AUTO {
             return Ok(self.default_exchange);
         }
-        let all = Self::algorithms(collective);
-        if !all.contains(&algorithm) {
-            self.ready()?;
-            return Err(self.decline(not_here(collective, algorithm, all), stream));
+        let rows = Self::exchanges(collective);
+        if let Some(row) = rows.iter().find(|row| row.id == algorithm) {
+            return Ok(row);
         }
-        Ok(Exchange::of(algorithm))
+        self.ready()?;
+        let why = not_on_devices(collective, algorithm, rows.iter().map(|row| row.id));
+        Err(self.decline(why, stream))
     }
 }

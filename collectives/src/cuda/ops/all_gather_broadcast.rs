@@ -12,31 +12,18 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::all_to_all::{ExchangeArgs, Parts};
 use super::copy_engine::all_to_all::EqualParts;
-use crate::algorithm::COPY;
+use crate::algorithm::{COPY, StandardCollective};
 use crate::call::{Arguments, Call, StandardCall};
-use crate::cuda::all_reduce::reduction_call::Work;
-use crate::cuda::all_reduce::row::KernelLauncher;
+use crate::cuda::all_gather::ll;
+use crate::cuda::broadcast::pipeline;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::TwoShotCollective;
-use crate::cuda::kernel::spec::{KernelSpec, PIPELINE_THREADS};
-use crate::cuda::layout::params::UNKNOWN;
-use crate::cuda::select::exchange::{Exchange, Use};
-use crate::{DType, Place, ReduceOp};
+use crate::cuda::kernel::reduction_call::Work;
+use crate::{DType, ReduceOp};
 
-/// Most bytes that a rank sends to all its peers together in the LL protocol, which sends twice as many as it
-/// carries. On two H200s, an all-gather of 8 KiB parts takes 2.7 us in LL and 3.5 us in escaped Lamport; of
-/// 512 KiB parts 6.3 us and 4.3 us.
-pub(in crate::cuda) const LL_BYTES: u64 = 128 << 10;
 /// Broadcasts of so many bytes or more take two steps where there are more than two ranks. The second step costs
 /// about 4 us.
 const TWO_STEP_BYTES: u64 = 2 << 20;
-/// Broadcasts of so many bytes or more go in stages where there are more than two ranks. On four H200s, stages take 78
-/// us for 16 MiB, 219 for 64 and 794 for 256; two steps take 77, 292 and 1,135. Shorter ones go faster in two steps.
-const PIPELINE_BYTES: u64 = 16 << 20;
-/// Most peer blocks of it, and the least bytes that scratch must have for each of them: two of the shortest stages.
-const MAX_STAGE_BLOCKS: u64 = 256;
-const MIN_PIPELINE_BYTES: u64 = 2 * 16 * PIPELINE_THREADS as u64;
 /// Shares of a broadcast in two steps begin at multiples of so many bytes, which links carry at once.
 const LINE: u64 = 128;
 
@@ -57,7 +44,7 @@ impl CudaEngine {
             self.check_disjoint("all_gather", (from, part), (to, whole), stream)?;
         }
         let call = call.describe().algorithm(by.id);
-        if self.uses_ll(by, part) {
+        if ll::serves(by, part, self.world()) {
             let work = Work { stride: part, ..moved(call, (from, to), part, dtype, stream) };
             // SAFETY: the caller promised that `input` is readable for a part and `output` writable for all parts,
             // until the stream has done the call; `work` has their addresses and the bytes of a part.
@@ -106,24 +93,20 @@ impl CudaEngine {
             return Err(self.decline(why, stream));
         }
         let call = call.describe().algorithm(by.id);
-        if self.uses_ll(by, bytes) {
+        if ll::serves(by, bytes, world) {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
             // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
             // stream has done the call; it is both input and output of `work`.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::Broadcast) };
         }
-        let by_pipeline = match by.pipeline {
-            Use::Never => false,
-            Use::WhereFaster => world > 2 && bytes >= PIPELINE_BYTES,
-            Use::Always => world > 1,
-        };
-        if by_pipeline {
+        if pipeline::serves(by, bytes, world) {
             let at = self.address(place);
             let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
+            self.note_algorithm(pipeline::ROW.id.label(StandardCollective::Broadcast), None);
             // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
             // stream has done the call; it is both input and output of `work`.
-            return unsafe { self.broadcast_by_pipeline(&work, place) };
+            return unsafe { pipeline::launch(self, &work, place) };
         }
         let (size, count) = (dtype.size() as u64, count as u64);
         let args = |places| ExchangeArgs { call, by, places, size, stream };
@@ -167,34 +150,6 @@ impl CudaEngine {
         unsafe { self.exchange(&args, &Parts::gathered(0, &[count as u64], size)) }
     }
 
-    /// The root sends a share to every peer, which passes it on while the next stage arrives.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
-    unsafe fn broadcast_by_pipeline(&mut self, work: &Work, place: Place) -> Result<()> {
-        self.note_algorithm("pipeline", None);
-        let loaded = self.kernel(KernelSpec::broadcast_pipeline())?;
-        let share = work.bytes.div_ceil(16).div_ceil(u64::from(self.world()) - 1);
-        let room = self.control.scratch_room(self.world()) / MIN_PIPELINE_BYTES;
-        let most = room.clamp(1, MAX_STAGE_BLOCKS) as u32;
-        let config = LaunchConfig::new(&loaded.alone(), share, PIPELINE_THREADS, most);
-        let offset = if let Place::Window(offset) = place { offset } else { UNKNOWN };
-        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        // The stride is no length for this kernel: it is the window's offset, or `UNKNOWN`.
-        unsafe { self.launch_peer_blocks(loaded, config, &Work { stride: offset, ..*work }) }
-    }
-
-    fn uses_ll(&self, by: &Exchange, bytes: u64) -> bool {
-        let sent = bytes.saturating_mul(u64::from(self.world()) - 1);
-        let wanted = match by.ll {
-            Use::Never => false,
-            Use::WhereFaster => sent <= LL_BYTES,
-            Use::Always => true,
-        };
-        bytes == 0 || self.world() > 1 && wanted
-    }
-
     /// One shot of the LL protocol.
     ///
     /// # Safety
@@ -206,7 +161,7 @@ impl CudaEngine {
         }
         self.note_algorithm("ll", None);
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        unsafe { self.one_of_two_shots(work, collective, false) }
+        unsafe { ll::launch(self, work, collective) }
     }
 }
 

@@ -8,11 +8,12 @@ use crate::DType;
 use crate::algorithm::{AlgorithmId, CallShape};
 use crate::call::{Arguments, StandardCall};
 use crate::cuda::all_reduce::constraints::AllReduceShape;
-use crate::cuda::all_reduce::reduction_call::Work;
-use crate::cuda::all_reduce::row::{AllReduceCall, KernelLauncher};
+use crate::cuda::all_reduce::row::AllReduceCall;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
+use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
+use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, Control};
 
@@ -159,8 +160,13 @@ impl KernelLauncher for CudaEngine {
         unsafe { self.launch_in(kernel, whole.within_budget(&kernel), &params, work.stream) }
     }
 
-    unsafe fn launch_copies(&mut self, work: &Work, output_window: bool) -> Result<()> {
+    unsafe fn copy_all_reduce(&mut self, work: &Work, output_window: bool) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.two_shot_copy(work, output_window) }
+    }
+
+    unsafe fn copy_reduce_scatter(&mut self, work: &Work) -> Result<()> {
+        // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
+        unsafe { self.scatter_by_copies(work) }
     }
 }

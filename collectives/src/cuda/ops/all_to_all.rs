@@ -9,12 +9,12 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::call::{Arguments, Call, OpType, StandardCall};
+use crate::cuda::all_to_all::row::{Exchange, Use};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::mode::AllToAllMode;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, ITEM, MAX_RANKS, Traffic, UNKNOWN};
-use crate::cuda::select::exchange::{Exchange, Use};
 use crate::{DType, Place, SplitRows, SplitsAt};
 
 /// Bytes that a rank sends to all others together through their inboxes, if all get as much. With more, it is

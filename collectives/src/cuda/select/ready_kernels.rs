@@ -2,13 +2,15 @@
 
 use symmpool_allocator::{Error, Result};
 
-use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
+use crate::cuda::all_gather::ll;
+use crate::cuda::all_reduce::constraints::AllReduceShape;
 use crate::cuda::all_reduce::row::AllReduce;
-use crate::cuda::all_reduce::two_shot_copy;
+use crate::cuda::all_to_all::copies::COMPANION;
+use crate::cuda::broadcast::pipeline;
 use crate::cuda::kernel::mode::{AllToAllMode, OneSidedMode, TwoShotCollective};
 use crate::cuda::layout::params::Control;
+use crate::cuda::reduce_scatter::scatter_kernels;
 use crate::cuda::select::table::MeasuredTable;
-use crate::jit::sources::COPY_COMPANION;
 use crate::{AllReduceAlgorithm, DType, ReduceOp};
 
 /// Most threads of a block; kernels are compiled for so many.
@@ -39,13 +41,12 @@ impl KernelSpec {
         ];
         all.extend(one_sided.map(Self::one_sided));
         if world > 1 {
-            all.push(Self::new(&COPY_COMPANION, THREADS));
-            all.push(Self::broadcast_pipeline());
+            all.push(Self::new(&COMPANION, THREADS));
+            all.push(pipeline::kernel());
             all.extend([Direction::Send, Direction::Receive].map(Self::p2p));
-            let bytes = (DType::U8, ReduceOp::Sum);
             all.extend(
                 [TwoShotCollective::AllGather, TwoShotCollective::Broadcast]
-                    .map(|collective| Self::two_shot(world, bytes, collective, false, 0)),
+                    .map(|collective| ll::kernel(world, collective)),
             );
         }
         all
@@ -76,13 +77,7 @@ impl KernelSpec {
                 all.push((entry.kernel)(world, reduction, bytes.min(most)));
             }
         }
-        let scatter = TwoShotCollective::ReduceScatter;
-        all.push(Self::two_shot_pipeline(reduction, scatter));
-        all.push(Self::two_shot(world, reduction, scatter, fits_lamport(dtype), 0));
-        if world == 2 {
-            all.push(Self::two_shot_pull(reduction, scatter));
-            all.push(Self::reduces(&two_shot_copy::KERNEL, reduction));
-        }
+        all.extend(scatter_kernels(world, reduction));
         all
     }
 

@@ -16,7 +16,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use comfy_table::Table;
 
-use super::super::sources::ALL_TO_ALL;
 use super::recorded::{Needs, Recorded};
 use super::*;
 use crate::cuda::kernels;
@@ -244,7 +243,7 @@ fn modes(kernel: &Kernel<'static>) -> Vec<Defines> {
     let mut met = BTreeSet::new();
     let mut modes = kernel.test_variants();
     modes.sort_by_key(|defines| Reverse(number(defines, "WORLD")));
-    if kernel.name == ALL_TO_ALL.name {
+    if kernel.name == "all_to_all" {
         modes.reverse();
     }
     modes.retain(|defines| {

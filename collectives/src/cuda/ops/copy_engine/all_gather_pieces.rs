@@ -12,10 +12,10 @@ use symmpool_allocator::{Result, Stream};
 use super::all_to_all::EqualParts;
 use super::pieces::{emptied, filled, pieces, slot};
 use crate::call::Call;
+use crate::cuda::all_to_all::row::{Exchange, Use};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::layout::memory_channels::SLOTS;
 use crate::cuda::layout::piece_slots::room;
-use crate::cuda::select::exchange::{Exchange, Use};
 
 /// Beside compute all-gathers of two ranks go by copies if parts have at least so many bytes. A step of matrix products of two
 /// H200s beside 32 MiB takes 0.93 to 0.97 of what it takes beside NCCL's.

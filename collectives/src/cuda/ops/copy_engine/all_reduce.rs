@@ -20,9 +20,9 @@ use symmpool_allocator::Result;
 
 use super::pieces::equal_pieces;
 use super::reduce_arrived::{ByteRange, Copied, within};
-use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::KernelSpec;
 
 /// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`

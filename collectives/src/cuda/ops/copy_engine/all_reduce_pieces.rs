@@ -19,8 +19,8 @@ use symmpool_allocator::Result;
 
 use super::pieces::{Reduction, emptied, slot};
 use super::reduce_arrived::within;
-use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::layout::memory_channels::SLOTS;
 use crate::cuda::layout::piece_slots::SLOTS_OF_BOTH;
 

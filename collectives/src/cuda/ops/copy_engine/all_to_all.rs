@@ -17,11 +17,11 @@ use symmpool_allocator::{Result, Stream};
 use crate::Place;
 use crate::algorithm::COPY;
 use crate::call::{Arguments, Call, StandardCall};
+use crate::cuda::all_to_all::copies::COMPANION;
+use crate::cuda::all_to_all::row::{Exchange, Use};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::params::CallParams;
-use crate::cuda::select::exchange::{Exchange, Use};
-use crate::jit::sources::COPY_COMPANION;
 
 /// Bytes that a rank must send to its only peer for copy engines to be faster than kernels' stores.
 const MIN_SENT_BYTES: u64 = 48 << 20;
@@ -102,7 +102,7 @@ impl CudaEngine {
         let EqualParts { from, to, part, input_stride } = parts;
         self.note_algorithm("copy", None);
         // Loaded before anything is on the stream, as the handshakes are.
-        let kernel = self.kernel(KernelSpec::new(&COPY_COMPANION, THREADS))?.after_copies();
+        let kernel = self.kernel(KernelSpec::new(&COMPANION, THREADS))?.after_copies();
         for companion in [false, true] {
             self.kernel(KernelSpec::barrier(companion))?;
         }

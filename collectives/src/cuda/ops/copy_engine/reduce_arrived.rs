@@ -6,9 +6,9 @@ use std::ops::Range;
 
 use symmpool_allocator::Result;
 
-use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
+use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::CallParams;
 

@@ -26,9 +26,9 @@ use symmpool_allocator::Result;
 use super::pieces::{emptied, equal_pieces};
 use super::reduce_arrived::Copied;
 use crate::algorithm::COPY;
-use crate::cuda::all_reduce::reduction_call::Work;
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
+use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::SLOTS;
 

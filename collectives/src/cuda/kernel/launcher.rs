@@ -1,0 +1,64 @@
+//! The part of an engine that the launch of an algorithm's row is given.
+
+#![allow(unsafe_code)] // passes on the caller's promises about raw buffers
+
+use symmpool_allocator::Result;
+
+use super::launch_config::LaunchConfig;
+use super::loaded_kernel::LoadedKernel;
+use super::reduction_call::Work;
+use super::spec::KernelSpec;
+use crate::cuda::layout::params::Control;
+
+/// Launches of an engine, on one rank.
+pub(in crate::cuda) trait KernelLauncher {
+    /// The number of ranks.
+    fn world(&self) -> u32;
+
+    /// The layout of the memory that ranks share.
+    fn control(&self) -> &Control;
+
+    /// Loads a kernel, which is compiled if that is not done yet.
+    fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel>;
+
+    /// Launches a kernel whose blocks need no blocks of peers.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Work`].
+    unsafe fn launch_blocks(
+        &mut self,
+        kernel: LoadedKernel,
+        config: LaunchConfig,
+        work: &Work,
+    ) -> Result<()>;
+
+    /// Launches a kernel whose blocks of equal index work together on all ranks, as peer blocks. Ranks compare
+    /// how many peer blocks there are, so that is as many as the worker blocks of a communicator that has the
+    /// device for itself. Where communicators share a device, fewer blocks run, and each does the work of
+    /// several peer blocks.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Work`].
+    unsafe fn launch_peer_blocks(
+        &mut self,
+        kernel: LoadedKernel,
+        whole: LaunchConfig,
+        work: &Work,
+    ) -> Result<()>;
+
+    /// Has copy engines carry an all-reduce, with kernels that reduce between copies.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Work`].
+    unsafe fn copy_all_reduce(&mut self, work: &Work, output_window: bool) -> Result<()>;
+
+    /// Has copy engines carry a reduce-scatter, with kernels that reduce between copies.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Work`].
+    unsafe fn copy_reduce_scatter(&mut self, work: &Work) -> Result<()>;
+}
