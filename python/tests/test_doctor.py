@@ -246,6 +246,7 @@ def test_wrong_variables_are_reported_as_a_table_and_as_json():
     wrong = {
         "SYMMPOOL_ALL_REDUCE": "fastest",
         "SYMMPOOL_ALL_TO_ALL": "Direct",
+        "SYMMPOOL_BROADCAST": "copy",
         "SYMMPOOL_NVRTC": "/no/such/library",
         "SYMMPOOL_CACHE_DIR": __file__,
         "SYMMPOOL_PORT": "0",
@@ -274,6 +275,9 @@ def test_wrong_variables_are_reported_as_a_table_and_as_json():
     right = {
         "SYMMPOOL_ALL_REDUCE": "one_shot",
         "SYMMPOOL_ALL_TO_ALL": "",
+        "SYMMPOOL_REDUCE_SCATTER": "pipeline",
+        "SYMMPOOL_ALL_GATHER": "copy",
+        "SYMMPOOL_BROADCAST": "pipeline",
         "SYMMPOOL_NVRTC": __file__,
         "SYMMPOOL_CACHE_DIR": "",
         "SYMMPOOL_PORT": " 7000",

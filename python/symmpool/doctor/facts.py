@@ -336,12 +336,13 @@ def variable_facts() -> dict[str, Any]:
     algorithms, all_to_all = _symmpool.algorithms(), _symmpool.all_to_all_algorithms()
     scatters = ["auto", "scratch", "direct", "lamport", "ll", "pipeline", "copy"]
     gathers = [*all_to_all, "scratch", "ll"]
+    broadcasts = [*(name for name in gathers if name != "copy"), "pipeline"]
     expected = {
         "SYMMPOOL_ALL_REDUCE": (_one_of(algorithms), f"one of {', '.join(algorithms)}"),
         "SYMMPOOL_ALL_TO_ALL": (_one_of(all_to_all), f"one of {', '.join(all_to_all)}"),
         "SYMMPOOL_REDUCE_SCATTER": (_one_of(scatters), f"one of {', '.join(scatters)}"),
         "SYMMPOOL_ALL_GATHER": (_one_of(gathers), f"one of {', '.join(gathers)}"),
-        "SYMMPOOL_BROADCAST": (_one_of(gathers), f"one of {', '.join(gathers)}"),
+        "SYMMPOOL_BROADCAST": (_one_of(broadcasts), f"one of {', '.join(broadcasts)}"),
         "SYMMPOOL_TABLES": (_are_files, "files, separated by colons"),
         "SYMMPOOL_NVRTC": (lambda path: not path or os.path.isfile(path), "an NVRTC library"),
         "SYMMPOOL_CACHE_DIR": (lambda path: os.path.isdir(path) or not os.path.exists(path), "a folder"),
