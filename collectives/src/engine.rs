@@ -151,6 +151,14 @@ pub(crate) trait Engine: Send {
         Err(Error::unsupported(format!("{call} without its data, on rank {}", self.rank())))
     }
 
+    /// Waits until the other ranks have reached the calls that this one declined, as the next call does. In host memory alone.
+    fn catch_up(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Waits sleep soon from now on, as the ranks share the cores with threads that carry data for them. In host memory alone.
+    fn sleep_soon(&mut self) {}
+
     /// A barrier that measures its waits; `waits` is a number for each rank.
     unsafe fn measured_barrier(&mut self, waits: *mut i64, stream: &Stream) -> Result<()>;
 

@@ -96,8 +96,8 @@ pub unsafe trait Outer: Send {
 
 /// The outer engines of one rank of a group that spans hosts.
 pub struct Outers {
-    /// Between the ranks of equal index on all hosts, in the order of hosts. `None` where hosts have different numbers of
-    /// ranks, and on one host.
+    /// Between the ranks of equal index on all hosts, in the order of hosts. Where hosts have different numbers of ranks, the
+    /// first ranks of all hosts have one, and the others `None`, as all have on one host.
     pub rail: Option<Box<dyn Outer>>,
     /// Between all ranks of the group.
     pub flat: Box<dyn Outer>,

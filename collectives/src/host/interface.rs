@@ -186,6 +186,15 @@ impl Engine for HostEngine {
         self.handshake_only(call)
     }
 
+    fn catch_up(&mut self) -> Result<()> {
+        HostEngine::ready(self)?;
+        HostEngine::catch_up(self)
+    }
+
+    fn sleep_soon(&mut self) {
+        HostEngine::sleep_soon(self);
+    }
+
     unsafe fn measured_barrier(&mut self, waits: *mut i64, _: &Stream) -> Result<()> {
         // SAFETY: the caller promised that `waits` is readable and writable for a number for each rank.
         unsafe { HostEngine::measured_barrier(self, waits) }

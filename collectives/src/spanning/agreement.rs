@@ -1,106 +1,159 @@
 //! Agreement: before bytes of a call leave a host, all ranks of all hosts know that they make the same call.
 //!
-//! A call begins with a handshake inside each host, which compares descriptions, and a message between hosts. The message's
-//! head has the description, or says that a rank of the host declines the call. Behind it there is room for the call's first
-//! transfer, if that is small. How much room follows from the calls before, on which all ranks have agreed. So no length that
-//! travels depends on what was not compared, and a call that is as large as the one before costs no message more.
+//! A call begins with a handshake inside each host, which compares descriptions. Then the *leaders*, the first ranks of the
+//! hosts, send each other a message, and a second handshake inside each host says what came of it. The message's head has the
+//! description, or says that the host's ranks differ. Behind it there is room for data, which small calls use
+//! ([`leaders`](super::leaders)). How much room follows from the calls before, on which all ranks have agreed. So no length
+//! that travels depends on what was not compared, and a small call that was expected costs one message.
 //!
-//! A rank of which the host has met has the messages of all hosts only when all ranks of these have met: an agreement is a
-//! barrier as well. Its errors are the same kind on every rank, and the communicator stays usable, as on one host.
+//! A rank that leaves the second handshake knows that all ranks of all hosts have come: an agreement is a barrier as well. Its
+//! errors are the same kind on every rank, and the communicator stays usable, as on one host. The other ranks of a host find
+//! their leader's error on the host's notice board, which is a window.
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::{Error, Result, Stream};
 
-use super::host_message::{HEAD, HostMessage, MIN_ROOM, NUMBERS, Standing};
+use super::host_message::{HEAD, HostMessage, NUMBERS, Standing};
+use super::notice_board::Notice;
 use super::ranks::Route;
 use super::state::SpanningEngine;
 use crate::call::{Call, OpType};
 
 impl SpanningEngine {
-    /// Meets the ranks of this host, all of which must make the same call. The hosts have not agreed then.
-    pub(super) fn enter(&mut self, call: Call) -> Result<()> {
-        self.agreement.open = Some(call);
-        let met = match self.route() {
-            Route::Flat => Ok(()),
-            Route::Rail => self.inner.meet(&call).map_err(|why| self.in_group(why)),
-        };
-        // The other ranks of the host come to calls that this rank declined by their handshakes, which `meet` goes through, and
-        // send their messages then.
-        if self.inner.failure().is_none() {
+    /// Whether this rank sends its host's messages.
+    pub(super) fn leads(&self) -> bool {
+        self.ranks.index == 0
+    }
+
+    /// Meets the ranks of this host, all of which must make the same call. The hosts have not agreed then. `fill` runs before
+    /// that, and may write where no rank of this host reads any more: what calls of the same parity have on the leader.
+    pub(super) fn enter(&mut self, call: Call, fill: impl FnOnce(&Self)) -> Result<()> {
+        self.agreement.number += 1;
+        // The other ranks of the host come to calls that this rank declined by their handshakes.
+        self.inner.catch_up().map_err(|why| self.in_group(why))?;
+        fill(self);
+        let met = self.inner.meet(&call).map_err(|why| self.in_group(why));
+        if self.inner.failure().is_some() {
+            return met;
+        }
+        if self.leads() {
             self.catch_up()?;
         }
-        met
+        match met {
+            Ok(()) => {
+                self.agreement.open = Some(call);
+                Ok(())
+            }
+            Err(why) => Err(self.disagree(call, why)),
+        }
+    }
+
+    /// Has the leader send the host's message without data. To be called where no data goes with it, behind [`Self::enter`].
+    pub(super) fn announce(&mut self) -> Result<()> {
+        match self.agreement.open {
+            Some(call) if self.leads() => self.send(call, None, |_| ()),
+            _ => Ok(()),
+        }
     }
 
     /// Agrees once more, in the middle of a call, where ranks may have found something wrong that others cannot see.
     pub(super) fn confirm<T>(&mut self, call: Call, own: Result<T>) -> Result<T> {
         match own {
             Ok(found) => {
-                self.enter(call)?;
+                self.enter(call, |_| ())?;
+                self.announce()?;
                 self.settle()?;
                 Ok(found)
             }
             Err(why) => {
-                if self.route() == Route::Rail {
-                    self.inner.decline(why.clone(), &symmpool_allocator::Stream::DEFAULT);
+                self.agreement.number += 1;
+                self.inner.decline(why.clone(), &Stream::DEFAULT);
+                if self.leads() {
+                    self.send(call, Some((Standing::Declined, &why)), |_| ())?;
+                    self.receive()?;
                 }
-                self.send(call, Some((Standing::Declined, &why)), |_| ())?;
-                self.receive()?;
+                self.agreement.forget();
                 self.agreement.is_shared = true;
                 Err(why)
             }
         }
     }
 
-    /// Agrees on the call if that has not happened yet, without a transfer.
+    /// Agrees on the call if that has not happened yet: all hosts make it, or all of their ranks get an error. Behind
+    /// [`Self::announce`].
     pub(super) fn settle(&mut self) -> Result<()> {
-        self.settle_with(0, |_| (), |_| ())
+        let Some(call) = self.agreement.open else { return Ok(()) };
+        let found = if self.leads() { self.hear(&call, |_| ()) } else { Ok(()) };
+        self.tell_host(found, 0)
     }
 
-    /// Agrees on the call if that has not happened yet: all hosts make it, or all of their ranks get an error. `fill` has a
-    /// first transfer go with the message, of at most so many bytes from one rank to another, and `empty` ends it.
-    pub(super) fn settle_with(
-        &mut self,
-        piece: usize,
-        fill: impl FnOnce(&mut HostMessage),
-        empty: impl FnOnce(&HostMessage),
-    ) -> Result<()> {
-        let Some(call) = self.agreement.open.take() else { return Ok(()) };
-        self.send(call, None, fill)?;
+    /// Waits for the other hosts' messages, and compares them. `empty` takes the data out of them. The leader alone.
+    pub(super) fn hear(&mut self, call: &Call, empty: impl FnOnce(&HostMessage)) -> Result<()> {
         let message = self.receive()?;
-        let found = self.compare(&call, &message);
+        let found = self.compare(call, &message);
         match &found {
-            Ok(()) => {
-                self.agreement.adapt(piece);
-                empty(&message);
-            }
-            Err(_) => {
-                self.agreement.is_shared = true;
-            }
+            Ok(()) => empty(&message),
+            Err(_) => self.agreement.is_shared = true,
         }
         self.agreement.spare = Some(message);
         found
     }
 
-    /// Tells the other hosts that the ranks of this one do not agree, where a call fails before the hosts have agreed on it.
-    /// Returns why.
-    #[cold]
-    pub(super) fn disagree(&mut self, why: Error) -> Error {
-        let Some(call) = self.agreement.open.take() else { return why };
-        let told = self.send(call, Some((Standing::Differs, &why)), |_| ());
-        match told.and_then(|()| self.receive()) {
-            Ok(_) => {
-                self.agreement.is_shared = true;
-                why
+    /// The second handshake inside the host, in which its leader says whether the hosts agree: `found` is `Ok` on all other
+    /// ranks. A call like this one is expected to have `piece` bytes from one host to another go with its message.
+    pub(super) fn tell_host(&mut self, found: Result<()>, piece: usize) -> Result<()> {
+        let Some(call) = self.agreement.open.take() else { return found };
+        if let Err(why) = found {
+            // What is not known to all hosts ends the communicator, which the host learns from the store.
+            if self.agreement.is_shared {
+                self.agreement.forget();
+                let notice = Notice { number: self.agreement.number, error: &why };
+                notice.write(self.staging.notice_board());
+                self.inner.decline(why.clone(), &Stream::DEFAULT);
             }
-            Err(error) => error,
+            return Err(why);
         }
+        let Err(why) = self.inner.meet(&call) else {
+            self.agreement.adapt(&call, piece);
+            return Ok(());
+        };
+        if self.inner.failure().is_none() {
+            let board = self.staging.notice_board();
+            if let Some(shared) = Notice::read(board, self.agreement.number) {
+                self.agreement.forget();
+                self.agreement.is_shared = true;
+                return Err(shared);
+            }
+        }
+        self.agreement.awaits_leader = true;
+        Err(self.in_group(why))
     }
 
-    /// Tells the other hosts that this rank declines its call, and does not wait for them.
+    /// Where the ranks of this host do not agree, tells the other hosts. Returns why.
+    #[cold]
+    fn disagree(&mut self, call: Call, why: Error) -> Error {
+        if self.leads() {
+            let told = self.send(call, Some((Standing::Differs, &why)), |_| ());
+            if let Err(error) = told.and_then(|()| self.receive()) {
+                return error;
+            }
+        }
+        self.agreement.forget();
+        self.agreement.is_shared = true;
+        why
+    }
+
+    /// Tells the other hosts that this rank, a leader, declines its call, and does not wait for them.
     #[cold]
     pub(super) fn tell_declined(&mut self, why: &Error) -> Result<()> {
+        self.agreement.number += 1;
+        if !self.leads() {
+            // The leader finds it in the handshake.
+            self.agreement.forget();
+            return Ok(());
+        }
         let call = Call::new(OpType::Declined);
         self.send(call, Some((Standing::Declined, why)), |_| ())?;
+        self.agreement.forget();
         if let Some(message) = self.agreement.under_way.back_mut() {
             message.declined = Some(why.clone());
         }
@@ -113,8 +166,6 @@ impl SpanningEngine {
             let why = why.message();
             self.receive().map_err(|error| {
                 let rank = self.ranks.rank;
-                // Nobody is told any more.
-                self.agreement.open = None;
                 error.context(format!("rank {rank} had declined its own call before ({why})"))
             })?;
         }
@@ -122,21 +173,20 @@ impl SpanningEngine {
     }
 
     /// Begins to send the message of a call to the other hosts.
-    fn send(
+    pub(super) fn send(
         &mut self,
         call: Call,
         trouble: Option<(Standing, &Error)>,
         fill: impl FnOnce(&mut HostMessage),
     ) -> Result<()> {
-        let route = self.route();
-        let (width, rank) = (self.width(route), self.ranks.rank);
+        let (others, rank) = (self.ranks.host_count() - 1, self.ranks.rank);
         let agreement = &mut self.agreement;
-        agreement.number += 1;
-        let bytes = HEAD + agreement.room;
+        let bytes = HEAD + agreement.room();
         let mut message = agreement.spare.take().unwrap_or_default();
         (message.number, message.bytes) = (agreement.number, bytes);
-        message.sent.resize(width * bytes, 0);
-        message.arrived.resize(width * bytes, 0);
+        message.host = self.ranks.host as usize;
+        message.sent.resize(others * bytes, 0);
+        message.arrived.resize(others * bytes, 0);
         let mut head = [0_u8; HEAD];
         let standing = trouble.map_or(Standing::Agreed, |(standing, _)| standing);
         let culprit = match trouble {
@@ -152,46 +202,41 @@ impl SpanningEngine {
             let room = &mut head[8 * NUMBERS..];
             let most = text.floor_char_boundary(room.len());
             room[..most].copy_from_slice(&text.as_bytes()[..most]);
-            // Room is the same on all ranks behind such a call, whoever knows of it already.
-            agreement.room = MIN_ROOM;
         }
-        for at in 0..width {
+        for at in 0..others {
             message.sent[at * bytes..][..HEAD].copy_from_slice(&head);
         }
         fill(&mut message);
-        let begun = self.begin_message(route, &mut message);
+        let begun = self.begin_message(&mut message);
         // A transfer that could not be begun may use its memory until the connections are closed.
         self.agreement.under_way.push_back(message);
         begun
     }
 
     /// Waits for the first message under way. Its memory stays where it is if it does not end.
-    fn receive(&mut self) -> Result<HostMessage> {
-        let route = self.route();
+    pub(super) fn receive(&mut self) -> Result<HostMessage> {
         let lost = || Error::invalid_state("no message is under way between hosts");
         let ticket = self.agreement.under_way.front().ok_or_else(lost)?.ticket;
-        self.finish(route, ticket)?;
+        self.finish(Route::Rail, ticket)?;
         self.agreement.under_way.pop_front().ok_or_else(lost)
     }
 
     /// Compares what all hosts have sent. Ranks of other hosts find the same.
     fn compare(&mut self, call: &Call, message: &HostMessage) -> Result<()> {
-        let route = self.route();
-        let own: Vec<u64> = [message.number, Standing::Agreed as u64].to_vec();
+        let own = [message.number, Standing::Agreed as u64];
         let same = |at: &usize| {
             (0..2).all(|nth| message.number(*at, nth) == own[nth]) && message.call(*at) == *call
         };
-        let others: Vec<usize> = (0..self.width(route)).filter(|at| !same(at)).collect();
+        let others: Vec<usize> = self.ranks.other_hosts().filter(|at| !same(at)).collect();
         if others.is_empty() {
             return Ok(());
         }
-        self.agreement.room = MIN_ROOM;
         Err(self.difference(call, message, &others))
     }
 
     #[cold]
     fn difference(&self, call: &Call, message: &HostMessage, others: &[usize]) -> Error {
-        let (route, number) = (self.route(), message.number);
+        let number = message.number;
         const END: &str = "Nothing was written and the communicator stays usable; every rank must make the same call with \
                            the same arguments";
         let standing = |at: usize| message.number(at, 1);
@@ -211,7 +256,7 @@ impl SpanningEngine {
             ))
             .naming([culprit]);
         }
-        let ranks: Vec<u32> = others.iter().map(|&at| self.rank_on(route, at)).collect();
+        let ranks: Vec<u32> = others.iter().map(|&at| self.rank_on(Route::Rail, at)).collect();
         let described: Vec<String> = others
             .iter()
             .zip(&ranks)

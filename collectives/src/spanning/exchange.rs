@@ -17,13 +17,14 @@ pub(super) struct HostReduction {
     pub(super) dtype: DType,
     /// The operation inside hosts.
     pub(super) inside: ReduceOp,
+    within: ReduceFn,
     across: ReduceFn,
     /// The number that averages are divided by.
     world: usize,
 }
 
 impl SpanningEngine {
-    fn outer(&mut self, route: Route) -> &mut dyn Outer {
+    pub(super) fn outer(&mut self, route: Route) -> &mut dyn Outer {
         match (route, &mut self.outers.rail) {
             (Route::Rail, Some(rail)) => &mut **rail,
             _ => &mut *self.outers.flat,
@@ -38,76 +39,51 @@ impl SpanningEngine {
         }
     }
 
-    /// Begins a transfer. The first one of a call goes with the message by which hosts agree on the call, if it is small, and
-    /// has ended then; nothing else leaves the host before.
+    /// Begins a transfer, once all hosts have agreed on the call.
     ///
     /// # Safety
     ///
     /// The transfer's memory stays readable and writable until it is finished, and nobody touches it meanwhile. Its lengths
     /// follow from the call, but for those of an all-to-all behind an agreement.
     pub(super) unsafe fn begin(&mut self, route: Route, transfer: Transfer<'_>) -> Result<Ticket> {
-        if self.agreement.is_open() {
-            let piece = if route == self.route() { largest(&transfer) } else { 0 };
-            if route == self.route() && self.agreement.has_room(piece) {
-                // SAFETY: the caller promised that the transfer's memory is there.
-                unsafe { self.carry(route, &transfer, piece) }?;
-                return Ok(CARRIED);
-            }
-            self.settle_with(piece, |_| (), |_| ())?;
-        }
+        self.settle()?;
+        // SAFETY: the caller promised what `Outer::begin` asks.
+        unsafe { self.begin_agreed(route, transfer) }
+    }
+
+    /// Begins a transfer of a call on which the leaders have agreed.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Self::begin`].
+    pub(super) unsafe fn begin_agreed(
+        &mut self,
+        route: Route,
+        transfer: Transfer<'_>,
+    ) -> Result<Ticket> {
         // SAFETY: the caller promised what `Outer::begin` asks.
         let begun = unsafe { self.outer(route).begin(transfer, &Stream::DEFAULT) };
         begun.map_err(|error| self.between_hosts(route, error))
     }
 
-    /// Has a transfer go with the message by which hosts agree on the call.
-    ///
-    /// # Safety
-    ///
-    /// The transfer's memory is readable and writable, and nobody touches it meanwhile.
-    unsafe fn carry(&mut self, route: Route, transfer: &Transfer<'_>, piece: usize) -> Result<()> {
-        let (width, me) = (self.width(route), self.outer(route).rank() as usize);
-        let fill = |message: &mut HostMessage| {
-            for at in 0..width {
-                let (from, bytes) = sent_to(transfer, at, me);
-                let begin = message.room(at);
-                let room = &mut message.sent[begin..begin + bytes];
-                // SAFETY: the caller promised that the input is readable; the message's memory is its own.
-                unsafe { from.copy_to_nonoverlapping(room.as_mut_ptr(), bytes) };
-            }
-        };
-        let empty = |message: &HostMessage| {
-            for at in 0..width {
-                let (to, bytes) = received_from(transfer, at, me);
-                let begin = message.room(at);
-                let room = &message.arrived[begin..begin + bytes];
-                // SAFETY: the caller promised that the output is writable; the message's memory is its own.
-                unsafe { room.as_ptr().copy_to_nonoverlapping(to, bytes) };
-            }
-        };
-        self.settle_with(piece, fill, empty)
-    }
-
-    /// Begins the transfer of a message to every rank, which must be kept until it is finished or the connections are closed.
-    pub(super) fn begin_message(&mut self, route: Route, message: &mut HostMessage) -> Result<()> {
-        let parts = vec![message.bytes; self.width(route)];
+    /// Begins the transfer of a message to the other leaders, which must be kept until it is finished or the connections are
+    /// closed.
+    pub(super) fn begin_message(&mut self, message: &mut HostMessage) -> Result<()> {
+        let mut parts = vec![message.bytes; self.ranks.host_count()];
+        parts[self.ranks.host as usize] = 0;
         let transfer = Transfer::AllToAll {
             output: message.arrived.as_mut_ptr(),
             input: message.sent.as_ptr(),
             send: &parts,
             receive: &parts,
         };
-        // SAFETY: both vectors have as many bytes for every rank. Whoever sends messages keeps them where they are, of which
-        // the vectors' memory does not move.
-        let begun = unsafe { self.outer(route).begin(transfer, &Stream::DEFAULT) };
-        message.ticket = begun.map_err(|error| self.between_hosts(route, error))?;
+        // SAFETY: both vectors have as many bytes for every other host. Whoever sends messages keeps them where they are, of
+        // which the vectors' memory does not move.
+        message.ticket = unsafe { self.begin_agreed(Route::Rail, transfer) }?;
         Ok(())
     }
 
     pub(super) fn finish(&mut self, route: Route, ticket: Ticket) -> Result<()> {
-        if ticket == CARRIED {
-            return Ok(());
-        }
         let finished = self.outer(route).finish(ticket, &Stream::DEFAULT);
         finished.map_err(|error| self.between_hosts(route, error))
     }
@@ -146,9 +122,11 @@ impl SpanningEngine {
         op: ReduceOp,
     ) -> Result<HostReduction> {
         let across = select(self.isa, dtype, op);
-        let across = across.ok_or_else(|| dtype.only_moved(what, self.ranks.rank))?;
         let inside = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
-        Ok(HostReduction { dtype, inside, across, world: self.ranks.world() })
+        let (Some(across), Some(within)) = (across, select(self.isa, dtype, inside)) else {
+            return Err(dtype.only_moved(what, self.ranks.rank));
+        };
+        Ok(HostReduction { dtype, inside, within, across, world: self.ranks.world() })
     }
 
     /// Whether an operation may be made in two steps. Averages of integers are sums in a wider type, which a partial result
@@ -159,48 +137,30 @@ impl SpanningEngine {
     }
 }
 
-/// The ticket of a transfer that has ended with the message of its call. Outer engines do not count as far.
-const CARRIED: Ticket = Ticket(u64::MAX);
-
-/// The most bytes from one rank to another. The same on all ranks, for transfers that follow from the call.
-fn largest(transfer: &Transfer<'_>) -> usize {
-    match transfer {
-        Transfer::AllGather { bytes, .. } | Transfer::Broadcast { bytes, .. } => *bytes,
-        Transfer::AllToAll { send, receive, .. } => {
-            send.iter().chain(*receive).copied().max().unwrap_or(0)
-        }
-    }
-}
-
-/// The bytes that rank `me` sends to the rank `at`.
-fn sent_to(transfer: &Transfer<'_>, at: usize, me: usize) -> (*const u8, usize) {
-    match *transfer {
-        Transfer::AllGather { input, bytes, .. } => (input, bytes),
-        Transfer::AllToAll { input, send, .. } => {
-            (input.wrapping_add(send[..at].iter().sum()), send[at])
-        }
-        Transfer::Broadcast { data, bytes, root } if root as usize == me && at != me => {
-            (data, bytes)
-        }
-        Transfer::Broadcast { data, .. } => (data, 0),
-    }
-}
-
-/// The place of the bytes that rank `me` gets from the rank `at`.
-fn received_from(transfer: &Transfer<'_>, at: usize, me: usize) -> (*mut u8, usize) {
-    match *transfer {
-        Transfer::AllGather { output, bytes, .. } => (output.wrapping_add(at * bytes), bytes),
-        Transfer::AllToAll { output, receive, .. } => {
-            (output.wrapping_add(receive[..at].iter().sum()), receive[at])
-        }
-        Transfer::Broadcast { data, bytes, root } if root as usize == at && at != me => {
-            (data, bytes)
-        }
-        Transfer::Broadcast { data, .. } => (data, 0),
-    }
-}
-
 impl HostReduction {
+    /// Reduces arrays of `count` elements, one from each rank of a host, into `to`, in their order: without the division of an
+    /// average.
+    ///
+    /// # Safety
+    ///
+    /// The arrays are readable and `to` is writable; it overlaps none, and nobody else touches them.
+    pub(super) unsafe fn reduce_inside(&self, from: &[*const u8], count: usize, to: *mut u8) {
+        // SAFETY: the caller promised that the arrays are readable and `to` is writable, and that it overlaps none. The
+        // instruction set was detected.
+        unsafe { (self.within)(from, &[to], count, from.len()) };
+    }
+
+    /// Reduces arrays of `count` elements, one from each host, into `to`, in their order.
+    ///
+    /// # Safety
+    ///
+    /// The arrays are readable and `to` is writable; it is one of them or overlaps none, and nobody else touches them.
+    pub(super) unsafe fn reduce_hosts(&self, from: &[*const u8], count: usize, to: *mut u8) {
+        // SAFETY: the caller promised that the arrays are readable and `to` is writable, and that it is one of them or
+        // overlaps none. The instruction set was detected.
+        unsafe { (self.across)(from, &[to], count, self.world) };
+    }
+
     /// Reduces `sources` arrays of `count` elements, which follow each other from `from` on, into `to`, in their order.
     ///
     /// # Safety
@@ -210,8 +170,8 @@ impl HostReduction {
         let bytes = count * self.dtype.size();
         let all: Vec<*const u8> = (0..sources).map(|nth| from.wrapping_add(nth * bytes)).collect();
         // SAFETY: the caller promised that the arrays are readable and `to` is writable, and that it is one of them or
-        // overlaps none. The instruction set was detected.
-        unsafe { (self.across)(&all, &[to], count, self.world) };
+        // overlaps none.
+        unsafe { self.reduce_hosts(&all, count, to) };
     }
 }
 

@@ -12,11 +12,13 @@ use crate::signal::DESCRIPTION_WORDS;
 pub(super) const HEAD: usize = 512;
 /// Numbers in a head: the call's number, how it stands on the host, the rank that is to blame, and the description.
 pub(super) const NUMBERS: usize = 3 + DESCRIPTION_WORDS;
-/// Bytes of room where the calls before were large, or declined.
-pub(super) const MIN_ROOM: usize = 512;
-/// The most room of a message, and of all messages of a rank: larger transfers have messages of their own.
-const MAX_ROOM: usize = 64 << 10;
-const MAX_ROOM_IN_ALL: usize = 1 << 20;
+/// Bytes of room where nothing is known of the calls before, or they had no data for a message.
+const MIN_ROOM: usize = 512;
+/// The most room of a message, and of all messages of a rank: more data has a message of its own.
+const MAX_ROOM: usize = 256 << 10;
+const MAX_ROOM_IN_ALL: usize = 2 << 20;
+/// Calls of which it is remembered what came behind them.
+const REMEMBERED: usize = 64;
 
 /// How a call stands on the ranks of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,8 +38,11 @@ pub(super) struct Agreement {
     pub(super) open: Option<Call>,
     /// Calls so far.
     pub(super) number: u64,
-    pub(super) room: usize,
-    /// The most room, among so many ranks.
+    /// The last call, and how many bytes its data needed: none behind one that failed.
+    last: Option<(u64, usize)>,
+    /// By the digest of a call: that, and how many bytes the call behind it needed.
+    successors: Vec<(u64, usize)>,
+    /// The most room, among so many hosts.
     most: usize,
     /// Messages under way: of calls that this rank declined, and behind them that of the call.
     pub(super) under_way: VecDeque<HostMessage>,
@@ -45,13 +50,17 @@ pub(super) struct Agreement {
     pub(super) spare: Option<HostMessage>,
     /// Whether the error that a call returns is known to all ranks.
     pub(super) is_shared: bool,
+    /// Whether a call failed in a wait for the leader, which may know more.
+    pub(super) awaits_leader: bool,
 }
 
-/// A message to and from every rank of the outer engine.
+/// A message to and from the leader of every other host.
 #[derive(Debug, Default)]
 pub(super) struct HostMessage {
     pub(super) number: u64,
-    /// Bytes to and from each rank.
+    /// This host.
+    pub(super) host: usize,
+    /// Bytes to and from each host.
     pub(super) bytes: usize,
     pub(super) sent: Vec<u8>,
     pub(super) arrived: Vec<u8>,
@@ -61,14 +70,19 @@ pub(super) struct HostMessage {
 }
 
 impl HostMessage {
-    /// The place of a rank's room.
-    pub(super) fn room(&self, at: usize) -> usize {
-        at * self.bytes + HEAD
+    /// Where the message of another host begins.
+    fn begin(&self, at: usize) -> usize {
+        (at - usize::from(at > self.host)) * self.bytes
     }
 
-    /// A number in the head of a rank's message.
+    /// The place of another host's room.
+    pub(super) fn room(&self, at: usize) -> usize {
+        self.begin(at) + HEAD
+    }
+
+    /// A number in the head of a host's message.
     pub(super) fn number(&self, at: usize, nth: usize) -> u64 {
-        let bytes = &self.arrived[at * self.bytes + 8 * nth..][..8];
+        let bytes = &self.arrived[self.begin(at) + 8 * nth..][..8];
         bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
     }
 
@@ -77,33 +91,35 @@ impl HostMessage {
     }
 
     pub(super) fn text(&self, at: usize) -> String {
-        let text = &self.arrived[at * self.bytes + 8 * NUMBERS..at * self.bytes + HEAD];
+        let text = &self.arrived[self.begin(at) + 8 * NUMBERS..self.begin(at) + HEAD];
         let end = text.iter().position(|byte| *byte == 0).unwrap_or(text.len());
         String::from_utf8_lossy(&text[..end]).into_owned()
     }
 }
 
 impl Agreement {
-    pub(super) fn new(width: usize) -> Self {
-        let most = MAX_ROOM.min(MAX_ROOM_IN_ALL / width.max(1)).max(MIN_ROOM);
+    pub(super) fn new(hosts: usize) -> Self {
+        let most = MAX_ROOM.min(MAX_ROOM_IN_ALL / hosts.max(1)).max(MIN_ROOM);
         Self {
             open: None,
             number: 0,
-            room: MIN_ROOM,
+            last: None,
+            successors: vec![(0, 0); REMEMBERED],
             most,
             under_way: VecDeque::new(),
             spare: None,
             is_shared: false,
+            awaits_leader: false,
         }
     }
 
-    pub(super) fn is_open(&self) -> bool {
-        self.open.is_some()
-    }
-
-    /// Whether a first transfer, of at most so many bytes from one rank to another, goes with the message.
-    pub(super) fn has_room(&self, piece: usize) -> bool {
-        piece <= self.room
+    /// Bytes of room of the next message: as many as the call needed that came behind one like the last, and else as the
+    /// last one needed.
+    pub(super) fn room(&self) -> usize {
+        let Some((call, needed)) = self.last else { return MIN_ROOM };
+        let (known, behind) = self.successors[(call >> 1) as usize % REMEMBERED];
+        let expected = if known == call { behind } else { needed };
+        if expected > self.most { MIN_ROOM } else { expected.max(MIN_ROOM) }
     }
 
     /// Whether the error that a call is about to return is known to all ranks.
@@ -116,9 +132,47 @@ impl Agreement {
         std::mem::take(&mut self.is_shared)
     }
 
-    /// Room of the next message, where the first transfer of this call had so many bytes.
-    pub(super) fn adapt(&mut self, piece: usize) {
-        let wanted = if piece > self.most { 0 } else { piece.next_power_of_two() };
-        self.room = wanted.max(self.room / 2).clamp(MIN_ROOM, self.most);
+    /// Remembers a call on which all agreed, whose data needed so many bytes from one host to another.
+    pub(super) fn adapt(&mut self, call: &Call, needed: usize) {
+        if let Some((before, _)) = self.last {
+            self.successors[(before >> 1) as usize % REMEMBERED] = (before, needed);
+        }
+        // Never 0, which stands for no call.
+        self.last = Some((u64::from(call.digest(0)) << 1 | 1, needed));
+    }
+
+    /// Forgets the last call, behind one that failed: ranks learn of that in different ways, and all have the same room then.
+    pub(super) fn forget(&mut self) {
+        self.last = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use crate::call::OpType;
+
+    fn call(count: usize) -> Call {
+        Call::new(OpType::AllReduce).elements(DType::F32, count)
+    }
+
+    #[test]
+    fn room_is_what_the_next_call_needs_where_calls_repeat() {
+        let mut agreement = Agreement::new(2);
+        assert_eq!(agreement.room(), MIN_ROOM);
+        agreement.adapt(&call(1), 4000);
+        assert_eq!(agreement.room(), 4000, "the same once more");
+        let cycle = [(1, 4000), (2, 90_000), (3, MAX_ROOM + 1), (4, 0)];
+        for _ in 0..2 {
+            cycle.iter().for_each(|(count, needed)| agreement.adapt(&call(*count), *needed));
+        }
+        for (count, needed) in cycle {
+            let room = if needed > MAX_ROOM { MIN_ROOM } else { needed.max(MIN_ROOM) };
+            assert_eq!(agreement.room(), room, "before call {count}");
+            agreement.adapt(&call(count), needed);
+        }
+        agreement.forget();
+        assert_eq!(agreement.room(), MIN_ROOM);
     }
 }

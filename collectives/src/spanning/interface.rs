@@ -64,9 +64,7 @@ impl Engine for SpanningEngine {
         if let Err(failed) = SpanningEngine::ready(self) {
             return failed;
         }
-        if self.route() == Route::Rail {
-            self.inner.decline(why.clone(), stream);
-        }
+        self.inner.decline(why.clone(), stream);
         match self.tell_declined(&why) {
             Ok(()) => why,
             Err(error) => self.fail(error),
@@ -113,7 +111,15 @@ impl Engine for SpanningEngine {
     unsafe fn run(&mut self, call: &StandardCall, _: &Stream) -> Result<()> {
         let given = call.arguments;
         let sound = self.check(call);
-        self.call(call.describe(), sound, |engine, ()| {
+        let description = call.describe();
+        let plan = if sound.is_ok() { self.by_leaders(call.collective, &given) } else { None };
+        if let Some(plan) = plan {
+            // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
+            return self.call_behind(sound, |engine, ()| unsafe {
+                engine.run_by_leaders(description, &plan)
+            });
+        }
+        self.call(description, sound, |engine, ()| {
             if given.count == 0 {
                 return Ok(());
             }

@@ -12,6 +12,8 @@ pub(super) struct RankTable {
     pub(super) index: u32,
     /// Whether all hosts have as many ranks, and more than one, so that phases inside hosts pay off.
     pub(super) is_even: bool,
+    /// Whether all hosts have as many ranks.
+    pub(super) is_alike: bool,
     /// Whether the ranks of each host follow each other, in the order of hosts: parts for one host lie side by side then.
     pub(super) is_blocked: bool,
 }
@@ -25,6 +27,7 @@ impl RankTable {
             host: hosts.of(rank),
             index: index_in(hosts, rank),
             is_even: count > 1 && hosts.iter().all(|ranks| ranks.len() == count),
+            is_alike: hosts.iter().all(|ranks| ranks.len() == count),
             is_blocked: hosts.iter().flatten().copied().eq(0..hosts.world()),
         }
     }
@@ -37,6 +40,17 @@ impl RankTable {
     /// The number of hosts.
     pub(super) fn host_count(&self) -> usize {
         self.hosts.count() as usize
+    }
+
+    /// All hosts but this one, by number.
+    pub(super) fn other_hosts(&self) -> impl Iterator<Item = usize> + Clone + use<> {
+        let here = self.host as usize;
+        (0..self.host_count()).filter(move |host| *host != here)
+    }
+
+    /// The number of ranks of a host.
+    pub(super) fn ranks_on(&self, host: usize) -> usize {
+        self.hosts.ranks(host as u32).len()
     }
 
     /// The number of ranks of this host.

@@ -16,8 +16,9 @@ use crate::types::place::Place;
 
 /// All-reduces of up to so many bytes go over each connection whole: one step between hosts instead of two.
 const SMALL_BYTES: usize = 16 << 10;
-/// Bytes of each rank's part of a chunk of a large all-reduce: enough that a message between hosts is a large one.
-const PART_BYTES: usize = 4 << 20;
+/// Bytes of each rank's part of a chunk of a large all-reduce: enough that a message between hosts is a large one, and so few
+/// that much of the data is in caches still where the next phase takes it.
+const PART_BYTES: usize = 2 << 20;
 
 /// A chunk of an all-reduce on its way.
 #[derive(Clone, Copy)]
@@ -95,7 +96,8 @@ impl SpanningEngine {
         Ok(())
     }
 
-    /// Reduce-scatter inside hosts, then an all-reduce of the part between hosts, then all-gather inside, of one chunk each.
+    /// Reduce-scatter inside hosts, then an all-reduce of the part between hosts, then all-gather inside, of one chunk each. Two
+    /// ranks of an outer engine exchange their parts, and more of them exchange pieces and gather the sums.
     ///
     /// # Safety
     ///
@@ -114,7 +116,7 @@ impl SpanningEngine {
         let most = (part.max(width) * inside).min(count);
         let chunks = count.div_ceil(most);
         let mut arriving: [Option<Chunk>; SLOTS] = [None; SLOTS];
-        let mut returning: [Option<Chunk>; SLOTS] = [None; SLOTS];
+        let mut returning: [Option<(Chunk, Option<Ticket>)>; SLOTS] = [None; SLOTS];
         for turn in 0..chunks + 2 {
             if turn < chunks {
                 let first = turn * most;
@@ -134,24 +136,43 @@ impl SpanningEngine {
             if let Some(chunk) = (turn >= 1).then(|| arriving[(turn - 1) % SLOTS].take()).flatten()
             {
                 self.finish(route, chunk.ticket)?;
-                let piece = chunk.count / grain;
-                // SAFETY: pieces of all hosts lie one behind the other in staging, and the first is where the result
-                // goes.
-                unsafe { reduction.reduce(chunk.arrived.at, width, piece, chunk.arrived.at) };
-                let output = match inside {
+                let to = match inside {
                     1 => self.address(output.offset_by((chunk.first * size) as u64)),
                     _ => chunk.part.at,
                 };
-                let gather =
-                    Transfer::AllGather { output, input: chunk.arrived.at, bytes: piece * size };
-                // SAFETY: the part is no longer sent; the output is there for the chunk, and nobody else uses it. The
-                // call finishes the transfer, or ends it.
-                let ticket = unsafe { self.begin(route, gather) }?;
-                returning[(turn - 1) % SLOTS] = Some(Chunk { ticket, ..chunk });
+                let ticket = if width == 2 {
+                    let from = self.address(input.offset_by((chunk.first * size) as u64));
+                    let own = if inside == 1 { from } else { chunk.part.at };
+                    let mut parts = [own.cast_const(), chunk.arrived.at.cast_const()];
+                    if self.outer(route).rank() == 1 {
+                        parts.swap(0, 1);
+                    }
+                    // SAFETY: the parts of both ranks are there, and are no longer sent; the result goes where this rank's
+                    // part is, or to the output, which the caller promised.
+                    unsafe { reduction.reduce_hosts(&parts, chunk.count / inside, to) };
+                    None
+                } else {
+                    let piece = chunk.count / grain;
+                    // SAFETY: pieces of all hosts lie one behind the other in staging, and the first is where the result
+                    // goes.
+                    unsafe { reduction.reduce(chunk.arrived.at, width, piece, chunk.arrived.at) };
+                    let gather = Transfer::AllGather {
+                        output: to,
+                        input: chunk.arrived.at,
+                        bytes: piece * size,
+                    };
+                    // SAFETY: the part is no longer sent; the output is there for the chunk, and nobody else uses it. The
+                    // call finishes the transfer, or ends it.
+                    Some(unsafe { self.begin(route, gather) }?)
+                };
+                returning[(turn - 1) % SLOTS] = Some((chunk, ticket));
             }
-            if let Some(chunk) = (turn >= 2).then(|| returning[(turn - 2) % SLOTS].take()).flatten()
+            if let Some((chunk, ticket)) =
+                (turn >= 2).then(|| returning[(turn - 2) % SLOTS].take()).flatten()
             {
-                self.finish(route, chunk.ticket)?;
+                if let Some(ticket) = ticket {
+                    self.finish(route, ticket)?;
+                }
                 if inside > 1 {
                     let to = output.offset_by((chunk.first * size) as u64);
                     let what = (chunk.count / inside, reduction.dtype, ReduceOp::Sum);
@@ -189,7 +210,13 @@ impl SpanningEngine {
             self.address(input)
         };
         let width = self.width(route);
-        let pieces = vec![part_count / width * size; width];
+        let mut pieces = vec![part_count / width * size; width];
+        if width == 2 {
+            // The other rank gets the whole part, and reduces it as well: one step between hosts instead of two, with as
+            // many bytes.
+            let me = self.outer(route).rank() as usize;
+            (pieces[me], pieces[1 - me]) = (0, part_count * size);
+        }
         let exchange =
             Transfer::AllToAll { output: arrived.at, input: from, send: &pieces, receive: &pieces };
         // SAFETY: the caller promised that the memory is not in use; the call finishes the transfer, or ends it.

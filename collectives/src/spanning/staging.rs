@@ -2,19 +2,24 @@
 
 use symmpool_allocator::HeapLayout;
 
+use super::notice_board::BOARD_BYTES;
 use crate::types::place::Place;
 
 /// Bytes of staging in all. Pages that no call has used take no memory.
-pub(crate) const STAGING_BYTES: u64 = 96 << 20;
+pub(crate) const STAGING_BYTES: u64 = (STAGING + AREAS * AREA_BYTES + BOARD_BYTES) as u64;
 /// Chunks under way at once: one in each phase.
 pub(super) const SLOTS: usize = 3;
 /// Bytes that each chunk has.
-pub(super) const SLOT_BYTES: usize = STAGING_BYTES as usize / SLOTS;
+pub(super) const SLOT_BYTES: usize = 32 << 20;
+/// Bytes of each area of calls whose data the leaders exchange.
+pub(super) const AREA_BYTES: usize = 12 << 20;
+/// Areas: two for data inside the host and two for data that leaves it, which calls use in turns, and one for what comes.
+const AREAS: usize = 5;
 /// Calls of up to so many bytes are packed, so that one call inside the host serves all hosts: copies take less time than
 /// another call.
 pub(super) const PACKED_BYTES: usize = 1 << 20;
-/// All of it, for calls whose phases do not run beside each other.
-pub(super) const STAGING: usize = STAGING_BYTES as usize;
+/// Bytes of all chunks, for calls whose phases do not run beside each other.
+pub(super) const STAGING: usize = SLOTS * SLOT_BYTES;
 /// Parts of a chunk's memory begin at multiples of this.
 const ALIGN: usize = 512;
 
@@ -35,6 +40,23 @@ impl Staging {
         self.layout.address(self.layout.rank, offset) as *mut u8
     }
 
+    /// The leader's areas for a call with that number.
+    pub(super) fn areas(&self, number: u64) -> Areas {
+        let area = |nth: u64| self.on_leader(STAGING as u64 + nth * AREA_BYTES as u64);
+        let turn = number & 1;
+        Areas { inside: area(turn), leaving: area(2 + turn), arrived: area(4) }
+    }
+
+    /// The host's notice board.
+    pub(super) fn notice_board(&self) -> *mut u8 {
+        self.on_leader((STAGING + AREAS * AREA_BYTES) as u64)
+    }
+
+    /// Address in this process of a part of the leader's staging.
+    fn on_leader(&self, skip: u64) -> *mut u8 {
+        self.layout.address(0, self.offset + skip) as *mut u8
+    }
+
     /// Memory of the chunk with that number, which those three before and after it share.
     pub(super) fn slot(&self, chunk: usize) -> Slot {
         let begin = self.offset + (chunk % SLOTS * SLOT_BYTES) as u64;
@@ -45,6 +67,17 @@ impl Staging {
     pub(super) fn whole(&self) -> Slot {
         Slot { room: STAGING, ..self.slot(0) }
     }
+}
+
+/// Memory of the leader, through which the data of a small call goes. All ranks of its host reach it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Areas {
+    /// Data for ranks of the same host.
+    pub(super) inside: *mut u8,
+    /// Data for other hosts, one behind the other.
+    pub(super) leaving: *mut u8,
+    /// Data of other hosts, one behind the other.
+    pub(super) arrived: *mut u8,
 }
 
 /// A chunk's memory, of which parts are taken one behind the other.

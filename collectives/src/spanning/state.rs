@@ -48,13 +48,14 @@ impl SpanningEngine {
     /// long, in windows. The commit with that `number` made these windows: no other communicator of the pool has it.
     pub(crate) fn new(
         pool: &Pool,
-        inner: Box<dyn Engine>,
+        mut inner: Box<dyn Engine>,
         outers: Outers,
         (staging, number): (u64, u64),
     ) -> Result<Self> {
         let ranks = RankTable::new(pool.hosts(), pool.rank());
         check(&outers, &ranks)?;
-        let width = if ranks.is_even { ranks.host_count() } else { ranks.world() };
+        let hosts = ranks.host_count();
+        inner.sleep_soon();
         Ok(Self {
             inner,
             outers,
@@ -63,7 +64,7 @@ impl SpanningEngine {
             failed: Arc::new(OnceLock::new()),
             group: pool.group().clone(),
             name: format!("communicator of commit {number} at offset {staging:#x}"),
-            agreement: Agreement::new(width),
+            agreement: Agreement::new(hosts),
             limit: Duration::ZERO,
             maker: ProcessId::here(),
             rehearses: false,
@@ -77,6 +78,21 @@ impl SpanningEngine {
     pub(super) fn call<T>(
         &mut self,
         call: Call,
+        own: Result<T>,
+        run: impl FnOnce(&mut Self, T) -> Result<()>,
+    ) -> Result<()> {
+        self.call_behind(own, |engine, own| {
+            engine.enter(call, |_| ())?;
+            engine.announce()?;
+            run(engine, own)?;
+            // Calls without data have begun no transfer.
+            engine.settle()
+        })
+    }
+
+    /// [`Self::call`] that enters the call itself.
+    pub(super) fn call_behind<T>(
+        &mut self,
         own: Result<T>,
         run: impl FnOnce(&mut Self, T) -> Result<()>,
     ) -> Result<()> {
@@ -95,16 +111,8 @@ impl SpanningEngine {
             self.outers.flat.set_timeout(limit);
         }
         self.agreement.take_shared();
-        let made = self.enter(call).and_then(|()| run(self, own));
-        // Calls without data have begun no transfer.
-        let made = made.and_then(|()| self.settle());
-        made.map_err(|why| {
-            let why = match self.inner.failure() {
-                None => self.disagree(why),
-                Some(_) => why,
-            };
-            if self.agreement.take_shared() { why } else { self.fail(why) }
-        })
+        let made = run(self, own);
+        made.map_err(|why| if self.agreement.take_shared() { why } else { self.fail(why) })
     }
 
     pub(super) fn ready(&mut self) -> Result<()> {
@@ -120,7 +128,13 @@ impl SpanningEngine {
     pub(super) fn fail(&mut self, why: Error) -> Error {
         // Errors that are not of this rank's own making may be consequences.
         let own = why.is_invalid_argument() || why.is_unsupported() || why.is_out_of_memory();
-        self.stop(why, if own { Duration::ZERO } else { REASON_WAIT })
+        let wait = match self.agreement.awaits_leader {
+            _ if own => Duration::ZERO,
+            // The leader waited for other hosts, and says why it stopped.
+            true => 2 * REASON_WAIT,
+            false => REASON_WAIT,
+        };
+        self.stop(why, wait)
     }
 
     pub(super) fn stop(&mut self, why: Error, wait: Duration) -> Error {
@@ -280,7 +294,7 @@ fn check(outers: &Outers, ranks: &RankTable) -> Result<()> {
     });
     match (flat.or(rail), &outers.rail) {
         (Some(why), _) => Err(why),
-        (None, None) if ranks.is_even && ranks.host_count() > 1 => {
+        (None, None) if (ranks.is_alike || ranks.index == 0) && ranks.host_count() > 1 => {
             Err(Error::invalid_argument(format!(
                 "rank {} has no outer engine between the ranks of index {} on all {} hosts",
                 ranks.rank,

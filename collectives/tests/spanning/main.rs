@@ -198,6 +198,37 @@ fn bits_are_the_same_on_every_rank_and_in_every_run() {
     }
 }
 
+/// Each size takes another way, and all add in the same order.
+#[test]
+fn bits_do_not_depend_on_the_number_of_elements() {
+    let noise = |rank: u32, at: usize| {
+        let bits = (at as u32).wrapping_mul(2_654_435_761) ^ rank.wrapping_mul(0x9e37_79b9);
+        (bits as f32 / 1e6).sin() * 1e3
+    };
+    const FEW: usize = 90;
+    for hosts in LAYOUTS {
+        over(hosts, |comm| {
+            let (me, world) = (comm.rank(), comm.world() as usize);
+            for op in [ReduceOp::Sum, ReduceOp::Avg] {
+                let mut first: Option<Vec<u32>> = None;
+                for count in [FEW, 4_000, 66_000, 1_300_000] {
+                    let mut data: Vec<f32> = (0..count).map(|at| noise(me, at)).collect();
+                    comm.all_reduce_slice(&mut data, op, STREAM).unwrap();
+                    let bits: Vec<u32> = data[..FEW].iter().map(|x| x.to_bits()).collect();
+                    assert_eq!(first.get_or_insert(bits.clone()), &bits, "{hosts:?}, {count}");
+                    let long: Vec<f32> =
+                        (0..world).flat_map(|_| (0..count / 4).map(|at| noise(me, at))).collect();
+                    let mut part = vec![0.0; count / 4];
+                    comm.reduce_scatter_slice(&mut part, &long, op, STREAM).unwrap();
+                    let bits: Vec<u32> = part.iter().map(|x| x.to_bits()).take(FEW / 4).collect();
+                    let all = first.as_ref().unwrap();
+                    assert_eq!(all[..FEW / 4], bits, "{hosts:?}, reduce_scatter of {count}");
+                }
+            }
+        });
+    }
+}
+
 #[test]
 fn parts_of_all_lengths_are_exchanged() {
     for hosts in LAYOUTS {

@@ -38,7 +38,8 @@ impl Mesh {
         let is_even = names.iter().all(|name| on(name).len() == here.len());
         let index = here.iter().position(|&other| other == rank as usize).unwrap();
         let host = names.iter().position(|name| *name == hosts[rank as usize]).unwrap();
-        let rail: Option<Box<dyn Outer>> = (is_even && names.len() > 1).then(|| {
+        let has_rail = names.len() > 1 && (is_even || index == 0);
+        let rail: Option<Box<dyn Outer>> = has_rail.then(|| {
             let rail = self.outer(&format!("rail{index}"), host as u32, names.len() as u32);
             Box::new(rail) as Box<dyn Outer>
         });

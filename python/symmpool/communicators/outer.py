@@ -163,8 +163,8 @@ def _close_all() -> None:
 
 
 class OuterEngines:
-    """The outer engines of one rank: `rail` between the ranks of equal index on all hosts, None where hosts
-    have different numbers of ranks; and `flat` between all ranks."""
+    """The outer engines of one rank: `rail` between the ranks of equal index on all hosts, and `flat` between all
+    ranks. Where hosts have different numbers of ranks, only the first rank of each host has a `rail`."""
 
     def __init__(self, rail: GlooOuter | None, flat: GlooOuter):
         self.rail, self.flat = rail, flat
@@ -207,9 +207,9 @@ class OuterRendezvous:
         store = _store_of(pool, self._prefix, seconds)
         flat = GlooOuter(dist.PrefixStore("flat", store), rank, pool.world, seconds)
         here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
-        if len({len(ranks) for ranks in hosts}) > 1:
-            return OuterEngines(None, flat)
         index = hosts[here].index(rank)
+        if index > 0 and len({len(ranks) for ranks in hosts}) > 1:
+            return OuterEngines(None, flat)
         rail = GlooOuter(dist.PrefixStore(f"rail{index}", store), here, len(hosts), seconds)
         return OuterEngines(rail, flat)
 

@@ -182,6 +182,13 @@ impl HostEngine {
         self.failed.get()
     }
 
+    /// Has waits sleep after a few yields. Every yield makes the operating system prefer other threads to this one later, too,
+    /// so many of them cost more than they save where each call waits for threads that carry data.
+    pub(crate) fn sleep_soon(&mut self) {
+        self.spin_policy = self.spin_policy.with_few_yields();
+        self.shared_cores.sleep_soon();
+    }
+
     /// Returns an error after the communicator failed, and in a process that was forked from the one that made
     /// it. Every call begins with this.
     #[inline]

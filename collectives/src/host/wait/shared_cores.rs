@@ -49,6 +49,11 @@ impl SharedCores {
         Self { enough, elsewhere, here: NOWHERE, cores, calls: 0, moves: 0 }
     }
 
+    /// Has waits sleep soon.
+    pub(in crate::host) fn sleep_soon(&mut self) {
+        self.elsewhere = self.elsewhere.with_few_yields();
+    }
+
     /// Called when a call begins. Returns the core on which it does, if that matters to other ranks.
     #[inline]
     pub(in crate::host) fn begin_call(&mut self) -> Option<u32> {

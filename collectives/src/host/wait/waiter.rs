@@ -19,6 +19,8 @@ use crate::signal::{Native, Pause, SignalSlot};
 const SPIN: Duration = Duration::from_micros(3);
 /// Yields before a waiter sleeps.
 const YIELDS: u32 = 400;
+/// Yields before a waiter sleeps that sleeps soon.
+const FEW_YIELDS: u32 = 8;
 /// How many times longer a waiter spins that does not yield, as other programs want its core: as long as a peer on another
 /// core needs to wake up.
 const SPIN_INSTEAD: u32 = 16;
@@ -46,6 +48,11 @@ impl SpinPolicy {
         static SPINS: OnceLock<u32> = OnceLock::new();
         let spins = if spin { *SPINS.get_or_init(calibrate) } else { 0 };
         Self { spins, yields: YIELDS, crowd: &CROWD }
+    }
+
+    /// Policy of a waiter that sleeps soon.
+    pub(in crate::host) fn with_few_yields(self) -> Self {
+        Self { yields: FEW_YIELDS, ..self }
     }
 
     /// Policy for a rank on the waiter's own core.
