@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import symmpool
-from symmpool import experts
+from symmpool import backend, experts
 
 HOST_ID = "SYMMPOOL_HOST_ID"
 #: Ranks by host: in the order of hosts, in turns, uneven ones, one a host.
@@ -94,6 +94,93 @@ def collectives(group, ids):
 @pytest.mark.parametrize("ids", LAYOUTS, ids="".join)
 def test_collectives_cross_hosts(ids):
     assert ranks.values(len(ids), collectives, ids) == [True] * len(ids)
+
+
+def other_calls(group, folder, ids):
+    """Calls that are made of the collectives above, and a message, which another backend carries."""
+    on_host(ids, group)
+    store = dist.FileStore(f"{folder}/store", group.world)
+    timeout = datetime.timedelta(seconds=60)
+    dist.init_process_group(
+        "cpu:symmpool", store=store, rank=group.rank, world_size=group.world, timeout=timeout
+    )
+    me, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+
+    def full(value, count=3000):
+        return torch.full((count,), float(value))
+
+    half = dist._make_nccl_premul_sum(0.5)
+    for count in (3, 300_000):
+        x = full(me + 1, count)
+        dist.reduce(x, 1)
+        found["reduce"] = x.unique().tolist() if me == 1 else [10.0]
+        parts = [torch.empty(count) for _ in range(world)] if me == 2 else None
+        dist.gather(full(me, count), parts, dst=2)
+        found["gather"] = (
+            torch.stack(parts).unique(dim=1).flatten().tolist() if parts else [0.0, 1.0, 2.0, 3.0]
+        )
+        out = torch.empty(count)
+        dist.scatter(out, [full(10 + each, count) for each in range(world)] if me == 0 else None, src=0)
+        found["scatter"] = [value - me for value in out.unique().tolist()]
+        x = full(me, count)
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+        found["average"] = x.unique().tolist()
+        x = full(me, count)
+        dist.all_reduce(x, op=half)
+        found["half of each"] = x.unique().tolist()
+        long = full(me, count * world)
+        dist.reduce_scatter_tensor(out, long, op=half)
+        found["half of each, scattered"] = out.unique().tolist()
+        dist.reduce_scatter_tensor(out, long, op=dist.ReduceOp.AVG)
+        found["average, scattered"] = out.unique().tolist()
+        x = torch.full((count,), me + 4)
+        dist.all_reduce(x, op=dist.ReduceOp.BOR)
+        found["bits"] = x.unique().tolist()
+    served = backend.backend_counts()
+    x = full(me)
+    if me == 0:
+        dist.send(x, 3)
+    elif me == 3:
+        dist.recv(x, 0)
+    found["message"] = [x[0].item() if me == 3 else 0.0]
+    dist.destroy_process_group()
+    return found, {call: list(counts) for call, counts in served.items()}
+
+
+@pytest.mark.parametrize("ids", ["aabb", "abbb"])
+def test_what_is_made_of_other_collectives_crosses_hosts(ids, tmp_path):
+    right = {
+        "reduce": [10.0],
+        "gather": [0.0, 1.0, 2.0, 3.0],
+        "scatter": [10.0],
+        "average": [1.5],
+        "half of each": [3.0],
+        "half of each, scattered": [3.0],
+        "average, scattered": [1.5],
+        "bits": [7],
+        "message": [0.0],
+    }
+    results = ranks.values(4, other_calls, str(tmp_path), ids)
+    assert [rank for rank, (found, _) in enumerate(results) if "gather" in found] == [2]
+    for found, served in results:
+        # The root alone has what was gathered.
+        assert {"gather": right["gather"], **found} == right
+        assert {"reduce", "gather", "scatter", "all_reduce", "reduce_scatter_tensor"} <= served.keys(), served
+        assert all(backends == ["symmpool"] for backends in served.values()), served
+
+
+def messages(group, ids):
+    on_host(ids, group)
+    pool = symmpool.Pool(group, "cpu")
+    comm = symmpool.Communicator(pool, timeout=60.0)
+    with pytest.raises(symmpool.UnsupportedError, match="2 hosts"):
+        comm.send(torch.ones(3), (group.rank + 1) % group.world)
+    return goes_on(comm)
+
+
+def test_messages_of_communicators_over_hosts_are_refused_by_a_sentence():
+    assert ranks.values(2, messages, ["a", "b"]) == [True] * 2
 
 
 def model(seed):

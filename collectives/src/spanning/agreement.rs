@@ -13,7 +13,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::host_message::{HEAD, HostMessage, NUMBERS, Standing};
-use super::notice_board::Notice;
+use super::notice_board::LeaderError;
 use super::ranks::Route;
 use super::state::SpanningEngine;
 use crate::call::{Call, OpType};
@@ -103,11 +103,11 @@ impl SpanningEngine {
     pub(super) fn tell_host(&mut self, found: Result<()>, piece: usize) -> Result<()> {
         let Some(call) = self.agreement.open.take() else { return found };
         if let Err(why) = found {
-            // What is not known to all hosts ends the communicator, which the host learns from the store.
+            // An error that not all hosts know of ends the communicator, which the host learns from the store.
             if self.agreement.is_shared {
                 self.agreement.forget();
-                let notice = Notice { number: self.agreement.number, error: &why };
-                notice.write(self.staging.notice_board());
+                let entry = LeaderError { number: self.agreement.number, error: &why };
+                entry.write(self.staging.notice_board());
                 self.inner.decline(why.clone(), &Stream::DEFAULT);
             }
             return Err(why);
@@ -118,7 +118,7 @@ impl SpanningEngine {
         };
         if self.inner.failure().is_none() {
             let board = self.staging.notice_board();
-            if let Some(shared) = Notice::read(board, self.agreement.number) {
+            if let Some(shared) = LeaderError::read(board, self.agreement.number) {
                 self.agreement.forget();
                 self.agreement.is_shared = true;
                 return Err(shared);

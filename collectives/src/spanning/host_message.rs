@@ -40,7 +40,7 @@ pub(super) struct Agreement {
     pub(super) number: u64,
     /// The last call, and how many bytes its data needed: none behind one that failed.
     last: Option<(u64, usize)>,
-    /// By the digest of a call: that, and how many bytes the call behind it needed.
+    /// Entry by the digest of a call: that, and how many bytes the call behind it needed.
     successors: Vec<(u64, usize)>,
     /// The most room, among so many hosts.
     most: usize,

@@ -80,14 +80,15 @@ impl Engine for SpanningEngine {
     }
 
     fn begin_rehearsal(&mut self, _: Lifts) {
-        self.rehearses = true;
+        (self.rehearses, self.rehearsed_leaders) = (true, false);
     }
 
     fn end_rehearsal(&mut self) -> Rehearsed {
         self.rehearses = false;
-        let algorithm = match self.route() {
-            Route::Rail => "hierarchical",
-            Route::Flat => "outer",
+        let algorithm = match (self.rehearsed_leaders, self.route()) {
+            (true, _) => "leaders",
+            (false, Route::Rail) => "hierarchical",
+            (false, Route::Flat) => "outer",
         };
         Rehearsed { algorithm: algorithm.into(), ..Rehearsed::default() }
     }
@@ -114,6 +115,7 @@ impl Engine for SpanningEngine {
         let description = call.describe();
         let plan = if sound.is_ok() { self.by_leaders(call.collective, &given) } else { None };
         if let Some(plan) = plan {
+            self.rehearsed_leaders = self.rehearses;
             // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
             return self.call_behind(sound, |engine, ()| unsafe {
                 engine.run_by_leaders(description, &plan)

@@ -19,7 +19,7 @@ use symmpool_allocator::Result;
 use super::exchange::HostReduction;
 use super::host_message::HostMessage;
 use super::ranks::Route;
-use super::staging::Areas;
+use super::staging::LeaderAreas;
 use super::state::SpanningEngine;
 use super::ways::is_for_leaders;
 use crate::algorithm::StandardCollective;
@@ -80,7 +80,7 @@ impl SpanningEngine {
             StandardCollective::AllToAll => most * most,
         };
         let piece = bytes.checked_mul(largest)?;
-        // What ranks of a host put into the leader's memory.
+        // Parts that ranks of a host put into the leader's memory.
         let world = self.ranks.world();
         let inside = match collective {
             StandardCollective::AllReduce => most,
@@ -138,7 +138,7 @@ impl SpanningEngine {
         &mut self,
         call: &Call,
         plan: &LeaderCall,
-        areas: Areas,
+        areas: LeaderAreas,
     ) -> Result<()> {
         let (here, others) = (self.ranks.host as usize, self.ranks.other_hosts());
         if plan.piece <= self.agreement.room() {
@@ -191,7 +191,7 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// The input is readable, and nobody uses what this rank writes to.
-    unsafe fn fill(&self, plan: &LeaderCall, areas: Areas) {
+    unsafe fn fill(&self, plan: &LeaderCall, areas: LeaderAreas) {
         let LeaderCall { bytes, given, .. } = *plan;
         let from = self.address(given.input).cast_const();
         let (index, inside) = (self.ranks.index as usize, self.ranks.local_world());
@@ -241,7 +241,7 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// All ranks of the host have filled the areas, and nobody else uses them.
-    unsafe fn combine(&self, plan: &LeaderCall, areas: Areas) {
+    unsafe fn combine(&self, plan: &LeaderCall, areas: LeaderAreas) {
         let Some(reduction) = &plan.reduction else { return };
         let LeaderCall { bytes, given, .. } = *plan;
         let (inside, count) = (self.ranks.local_world(), given.count);
@@ -286,7 +286,7 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// The output is writable, and all data has come.
-    unsafe fn empty(&self, plan: &LeaderCall, areas: Areas) {
+    unsafe fn empty(&self, plan: &LeaderCall, areas: LeaderAreas) {
         let LeaderCall { bytes, given, .. } = *plan;
         let to = self.address(given.output);
         let (index, inside) = (self.ranks.index as usize, self.ranks.local_world());

@@ -11,16 +11,16 @@ const MAX_RANKS: usize = 64;
 /// Bytes before the text: the call's number, the number of ranks, these, and the length of the text.
 const TEXT: usize = 8 * (MAX_RANKS + 3);
 
-/// What the leader leaves.
+/// Entry of a board: the leader's error.
 #[derive(Clone, Copy)]
-pub(super) struct Notice<'a> {
+pub(super) struct LeaderError<'a> {
     /// The call's number.
     pub(super) number: u64,
     /// Calls that differ.
     pub(super) error: &'a Error,
 }
 
-impl Notice<'_> {
+impl LeaderError<'_> {
     /// Writes the notice. To be called by the leader before it declines a handshake, and so when all ranks of the host have
     /// read the notices of calls before.
     pub(super) fn write(&self, board: *mut u8) {
@@ -70,10 +70,10 @@ mod tests {
     fn notices_are_read_as_they_were_written_and_those_of_other_calls_are_not() {
         let mut board = vec![0; BOARD_BYTES];
         let error = Error::mismatch("they differ: \u{e9}".repeat(900)).naming(0..100);
-        Notice { number: 7, error: &error }.write(board.as_mut_ptr());
-        let found = Notice::read(board.as_ptr(), 7).unwrap();
+        LeaderError { number: 7, error: &error }.write(board.as_mut_ptr());
+        let found = LeaderError::read(board.as_ptr(), 7).unwrap();
         assert!(found.is_diverged() && error.message().starts_with(&found.message()));
         assert_eq!(found.ranks(), (0..64).collect::<Vec<u32>>());
-        assert!(Notice::read(board.as_ptr(), 8).is_none());
+        assert!(LeaderError::read(board.as_ptr(), 8).is_none());
     }
 }

@@ -13,7 +13,7 @@ pub(super) const SLOTS: usize = 3;
 pub(super) const SLOT_BYTES: usize = 32 << 20;
 /// Bytes of each area of calls whose data the leaders exchange.
 pub(super) const AREA_BYTES: usize = 12 << 20;
-/// Areas: two for data inside the host and two for data that leaves it, which calls use in turns, and one for what comes.
+/// LeaderAreas: two for data inside the host and two for data that leaves it, which calls use in turns, and one for what comes.
 const AREAS: usize = 5;
 /// Calls of up to so many bytes are packed, so that one call inside the host serves all hosts: copies take less time than
 /// another call.
@@ -41,10 +41,10 @@ impl Staging {
     }
 
     /// The leader's areas for a call with that number.
-    pub(super) fn areas(&self, number: u64) -> Areas {
+    pub(super) fn areas(&self, number: u64) -> LeaderAreas {
         let area = |nth: u64| self.on_leader(STAGING as u64 + nth * AREA_BYTES as u64);
         let turn = number & 1;
-        Areas { inside: area(turn), leaving: area(2 + turn), arrived: area(4) }
+        LeaderAreas { inside: area(turn), leaving: area(2 + turn), arrived: area(4) }
     }
 
     /// The host's notice board.
@@ -71,7 +71,7 @@ impl Staging {
 
 /// Memory of the leader, through which the data of a small call goes. All ranks of its host reach it.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Areas {
+pub(super) struct LeaderAreas {
     /// Data for ranks of the same host.
     pub(super) inside: *mut u8,
     /// Data for other hosts, one behind the other.

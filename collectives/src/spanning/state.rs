@@ -11,7 +11,7 @@ use super::host_message::Agreement;
 use super::ranks::{RankTable, Route};
 use super::staging::Staging;
 use crate::algorithm::{AUTO, StandardCollective};
-use crate::call::{Arguments, Call, StandardCall};
+use crate::call::{Arguments, Call, StandardCall, rank_list};
 use crate::engine::Engine;
 use crate::host::Isa;
 use crate::outer::Outers;
@@ -41,6 +41,8 @@ pub(crate) struct SpanningEngine {
     limit: Duration,
     pub(super) maker: ProcessId,
     pub(super) rehearses: bool,
+    /// Whether the call that is rehearsed goes by the leaders.
+    pub(super) rehearsed_leaders: bool,
 }
 
 impl SpanningEngine {
@@ -68,6 +70,7 @@ impl SpanningEngine {
             limit: Duration::ZERO,
             maker: ProcessId::here(),
             rehearses: false,
+            rehearsed_leaders: false,
             ranks,
         })
     }
@@ -185,8 +188,12 @@ impl SpanningEngine {
     pub(super) fn in_group(&self, error: Error) -> Error {
         let here = self.ranks.hosts.here(self.ranks.rank);
         let numbered = error.renumbered(|index| self.ranks.here(index));
+        let named = match numbered.ranks() {
+            [] => String::new(),
+            ranks => format!("{} of the group: ", rank_list(ranks)),
+        };
         numbered.context(format!(
-            "on host {}, whose ranks from 0 on are ranks {here:?} of the group",
+            "{named}on host {}, whose ranks from 0 on are ranks {here:?} of the group",
             self.host_name(self.ranks.rank)
         ))
     }

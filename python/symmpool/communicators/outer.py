@@ -163,8 +163,8 @@ def _close_all() -> None:
 
 
 class OuterEngines:
-    """The outer engines of one rank: `rail` between the ranks of equal index on all hosts, and `flat` between all
-    ranks. Where hosts have different numbers of ranks, only the first rank of each host has a `rail`."""
+    """The outer engines of one rank: `rail` between the ranks of equal index on all hosts, and `flat` between
+    all ranks. Where hosts have different numbers of ranks, only the first rank of each has a `rail`."""
 
     def __init__(self, rail: GlooOuter | None, flat: GlooOuter):
         self.rail, self.flat = rail, flat
