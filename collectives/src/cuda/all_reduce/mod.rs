@@ -11,7 +11,7 @@
 //!
 //! A row says which calls its algorithm can serve, for which it is fast, which kernel it has, how that is launched, and which
 //! calls check it. Its name is a variant of [`AllReduceAlgorithm`](Name), which is not here: names travel in call descriptions,
-//! which host memory, several hosts and error messages read without a device. The compiler ties the two: [`rows!`] has every
+//! which host memory, several hosts and error messages read without a device. The compiler ties the two: `rows!` has every
 //! variant, with its row or among those that devices have no row for.
 
 pub(in crate::cuda) mod constraints;
