@@ -504,6 +504,7 @@ MORE = {
     "gpu_norms": everywhere(tables_models.norms),
     "gpu_matmuls": everywhere(tables_models.matmuls),
     "gpu_training": everywhere(tables_models.training),
+    "gpu_training_client": everywhere(tables_models.training_client),
     "gpu_compiled": (
         *everywhere(tables_models.training_compiled),
         *everywhere(tables_models.decoding_compiled),

@@ -2,6 +2,8 @@
 compute. In brackets stands a goal for two GPUs that was set beforehand, in microseconds.
 """
 
+from statistics import median
+
 from cells import TWO, exact, figure, recorded
 
 #: Goals of a call on 2 H100s, hidden 7168 and 8 of 256 experts, by what it is and tokens of a rank.
@@ -169,6 +171,24 @@ def training(places):
     head = ["program", "symmpool tokens/s", "NCCL tokens/s", "symmpool / NCCL", "bar"]
     head += ["loss difference", "NCCL's own"]
     return trained(report), place, report, head, rows
+
+
+def training_client(places):
+    place, report = recorded("training_client", places)
+    if report is None:
+        return None
+    rows = []
+    for entry in report["results"]:
+        ours, theirs = (entry["figures"].get(name) for name in ("ours", entry["peer"]))
+        pairs = sorted(ours["pairs"]) if ours else []
+        spread = f"{exact(pairs[0])} to {exact(pairs[-1])}" if pairs else "-"
+        both = [each_round(ours), each_round(theirs), exact(median(pairs) if pairs else None), spread]
+        rows.append([str(entry["threads"]), *both])
+    head = ["OMP_NUM_THREADS", "symmpool tokens/s", "NCCL tokens/s", "symmpool / NCCL", "of single pairs"]
+    given = report["options"]
+    model = f"Hugging Face's Llama of {given['layers']} layers, a vocabulary of {given['vocabulary']:,}"
+    title = f"FSDP2 of {model}, AdamW in many kernels, median step of each process"
+    return title, place, report, head, rows
 
 
 def training_compiled(places):

@@ -42,9 +42,10 @@ def test_a_row_has_medians_ratios_and_the_difference_of_losses():
     assert ours["apart"] == pytest.approx(0.2) and found["figures"]["NCCL"]["apart"] == 0
     assert ours["peak_bytes"] == 3 << 20 and ours["device_bytes"] is None
     heading, lines = rows.cells([row], ["NCCL", "ours"], "NCCL")
-    assert heading[3:6] == ["rounds", "of NCCL", "loss difference"]
-    assert lines[0] == ["ddp", "NCCL", "95", "100 90", "1.000", "0", "-", "-", "-"]
-    assert lines[1] == ["ddp", "ours", "122", "120 125", "1.289", "2.0e-01", "3.00", "-", "-"]
+    assert heading[3:7] == ["rounds", "of NCCL", "pairs", "loss difference"]
+    assert lines[0] == ["ddp", "NCCL", "95", "100 90", "1.000", "1.000-1.000", "0", "-", "-", "-"]
+    assert lines[1] == ["ddp", "ours", "122", "120 125", "1.289", "1.200-1.389", "2.0e-01", "3.00", "-", "-"]
+    assert ours["pairs"] == pytest.approx([1.2, 125 / 90])
 
 
 def test_a_loss_that_is_no_number_differs_from_all():
@@ -58,7 +59,7 @@ def test_a_contender_without_rounds_has_no_figures():
     found = row.to_json()
     assert found["missing"] == {"NCCL": "why"} and set(found["figures"]) == {"ours"}
     assert found["figures"]["ours"]["ratio"] is None and found["figures"]["ours"]["apart"] is None
-    assert rows.cells([row], ["NCCL", "ours"], "NCCL")[1][0][2:6] == ["-"] * 4
+    assert rows.cells([row], ["NCCL", "ours"], "NCCL")[1][0][2:7] == ["-"] * 5
 
 
 def test_a_kind_that_fails_in_one_round_has_no_figure():
@@ -122,7 +123,8 @@ def test_contenders_take_turns_and_each_round_begins_with_another(monkeypatch, c
     command.complete(options, on_cuda=False)
     taken = []
 
-    def take(arguments, turn, kinds):
+    def take(arguments, turn, kinds, threads):
+        assert threads is None
         taken.append((*turn, kinds))
         found = turns.Found({"world": 2, "device": "cpu"})
         for kind in kinds:
@@ -143,10 +145,43 @@ def test_contenders_take_turns_and_each_round_begins_with_another(monkeypatch, c
     assert {name: each["rounds"] for name, each in figures.items()} == dict.fromkeys(names, [100, 101, 102])
 
 
+def test_contenders_alternate_with_each_number_of_threads(monkeypatch, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    given = ["training", *TINY, "--kinds", "fsdp", "--rounds", "2", "--threads", "4,1"]
+    options = cli.parser().parse_args(given)
+    options.json = tmp_path / "report.json"
+    command.complete(options, on_cuda=False)
+    taken = []
+
+    def take(arguments, turn, kinds, threads):
+        taken.append((*turn, threads))
+        found = turns.Found({"world": 2, "device": "cpu"})
+        found.add("fsdp", round_of(100 * threads + turn[0], [2.0], [2.0]), None)
+        return found
+
+    monkeypatch.setattr(turns, "take", take)
+    monkeypatch.setattr(command, "report", lambda *_: None)
+    assert command.run_turns(options, ["training"], on_cuda=False) == 0
+    first, second = ["gloo", "ours"], ["ours", "gloo"]
+    assert taken == [
+        (number, name, threads)
+        for number, names in enumerate((first, second))
+        for threads in (4, 1)
+        for name in names
+    ]
+    found = json.loads(options.json.read_text())["results"]
+    rounds = [(each["threads"], each["figures"]["ours"]["rounds"]) for each in found]
+    assert rounds == [(4, [400, 401]), (1, [100, 101])]
+    options.profile = tmp_path
+    with pytest.raises(ValueError, match="several counts of --threads"):
+        command.complete(options, on_cuda=False)
+
+
 def test_every_kind_of_training_runs_with_each_library_and_has_the_same_losses(tmp_path):
     report, traces = tmp_path / "report.json", tmp_path / "traces"
     names = ["gloo", "ours", "ours ordinary"]
     more = ["--rounds", "1", "--json", str(report), "--profile", str(traces), "--contenders", ",".join(names)]
+    more += ["--each-step", "--threads", "1"]
     status, output, errors = torchrun(2, *TINY, *more, benchmark="training")
     assert status == 0, output + errors
     found = json.loads(report.read_text())

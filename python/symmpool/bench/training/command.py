@@ -15,7 +15,9 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from symmpool.bench import session, table, timing
 from symmpool.bench.arguments import comma_separated, positive, seconds
@@ -54,6 +56,10 @@ def kind_list(text):
     return found
 
 
+def thread_counts(text):
+    return [positive(each) for each in comma_separated(text)]
+
+
 def add_options(commands):
     it = commands.add_parser(
         "training", help="FSDP2, DDP, tensor parallelism and decoding of a Llama, beside NCCL or gloo"
@@ -71,6 +77,12 @@ def add_options(commands):
         shown = name.replace("_", "-")
         it.add_argument(f"--{shown}", type=positive, help=f"default {on_cuda}, on the CPU {on_cpu}")
     it.add_argument("--rate", type=float, default=1e-4, help="of learning (default 1e-4)")
+    it.add_argument("--optimizer", choices=["fused", "foreach"], default="fused",
+                    help="torch's AdamW in one kernel (default; not on the CPU), or in many")  # fmt: skip
+    it.add_argument("--each-step", action="store_true",
+                    help="read each step's loss, as programs do that print it; the median step counts")  # fmt: skip
+    it.add_argument("--threads", type=thread_counts, default=[None], metavar="COUNTS",
+                    help="OMP_NUM_THREADS of each round's turns, as 4,1 (default: as it is)")  # fmt: skip
     it.add_argument("--deterministic", action="store_true", help="only kernels that give the same bits again")
     it.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     it.add_argument("--timeout", type=seconds, default=120, help="longest wait in seconds")
@@ -94,7 +106,8 @@ def complete(options, on_cuda):
             f"{options.width} numbers for {options.heads} heads, {options.shared_heads} of keys: each must "
             "be a multiple of the next"
         )
-    options.profiled = 0 if options.profile is None else 1
+    if options.profile is not None and len(options.threads) > 1:
+        raise ValueError("--profile with several counts of --threads: traces would have one name")
 
 
 def fit(options, world):
@@ -150,10 +163,17 @@ def run_round(kind, name, turn_ranks, options, where):
         gc.collect()
         gc.freeze()
         turn_ranks.barrier()
-        begin = time.perf_counter()
-        found += [program.step(number) for number in range(options.warmup, options.warmup + count)]
+        times = [time.perf_counter()]
+        for number in range(options.warmup, options.warmup + count):
+            found.append(program.step(number))
+            if options.each_step and kind in TRAINED:
+                program.numbers(found[-1:])
+                times.append(time.perf_counter())
         turn_ranks.synchronize()
-        took = max(turn_ranks.gather(time.perf_counter() - begin))
+        took = time.perf_counter() - times[0]
+        if options.each_step and kind in TRAINED:
+            took = count * median(end - begin for begin, end in pairwise(times))
+        took = max(turn_ranks.gather(took))
         numbers = turn_ranks.gather(program.numbers(found))
         cuda = turn_ranks.torch.cuda
         report = {
@@ -233,9 +253,9 @@ class Profiles:
         (self.folder / "summary.json").write_text(json.dumps(self.summaries, indent=1) + "\n")
 
 
-def row_of(kind, options, on_cuda, backends, peer):
-    """The row of a kind, with those contenders that it cannot have."""
-    row = results.Row(kind, peer)
+def row_of(kind, threads, options, on_cuda, backends, peer):
+    """The row of a kind with so many threads of OpenMP, with those contenders that it cannot have."""
+    row = results.Row(kind, peer, threads)
     if kind in DECODED and options.model == "own":
         row.missing = dict.fromkeys(backends, "needs transformers")
     elif kind in ("decode_graph", "decode_compiled", "tp_compiled") and not on_cuda:
@@ -301,21 +321,31 @@ def run_turns(options, arguments, on_cuda):
     names, is_first = list(backends), int(os.environ["RANK"]) == 0
     if options.profile is not None:
         options.profile.mkdir(parents=True, exist_ok=True)
-    rows = [row_of(kind, options, on_cuda, backends, peer) for kind in options.kinds]
+    rows = [
+        row_of(kind, threads, options, on_cuda, backends, peer)
+        for threads in options.threads
+        for kind in options.kinds
+    ]
+
     # A kind that fails in one round is run in the others too: only the first rank knows of it.
-    runs = {name: [row for row in rows if name not in row.missing] for name in names}
+    def runs_of(name, threads):
+        return [row for row in rows if row.threads == threads and name not in row.missing]
+
+    turn_rows = {threads: {name: runs_of(name, threads) for name in names} for threads in options.threads}
     command = ["python", "-m", "symmpool", "bench", *map(session.without_folders, arguments)]
     facts = {"missing": {}}
     for number in range(options.rounds):
-        for name in timing.order([name for name in names if runs[name]], number):
-            found = turns.take(arguments, (number, name), [row.kind for row in runs[name]])
-            if not is_first:
-                continue
-            facts = {**facts, **found.facts, "command": command}
-            for row in runs[name]:
-                row.add(name, *found.of(row.kind))
-            # After each turn, so that what comes later takes nothing away.
-            session.write(options, facts, rows)
+        for threads, runs in turn_rows.items():
+            for name in timing.order([name for name in names if runs[name]], number):
+                kinds = [row.kind for row in runs[name]]
+                found = turns.take(arguments, (number, name), kinds, threads)
+                if not is_first:
+                    continue
+                facts = {**facts, **found.facts, "command": command}
+                for row in runs[name]:
+                    row.add(name, *found.of(row.kind))
+                # After each turn, so that what comes later takes nothing away.
+                session.write(options, facts, rows)
     if not is_first:
         return 0
     if options.profile is not None:

@@ -16,10 +16,10 @@ MEMORY = ("peak_bytes", "reserved_bytes", "device_bytes")
 
 
 class Row:
-    """All rounds of one kind."""
+    """All rounds of one kind, with so many threads of OpenMP (None: as many as the benchmark was given)."""
 
-    def __init__(self, kind: str, peer: str):
-        self.kind, self.peer = kind, peer
+    def __init__(self, kind: str, peer: str, threads: int | None = None):
+        self.kind, self.peer, self.threads = kind, peer, threads
         #: What each contender's rounds found, in their order.
         self.rounds: dict[str, list[dict[str, Any]]] = {}
         #: Why a contender has no figure.
@@ -44,6 +44,13 @@ class Row:
         own, theirs = self.rate(name), self.rate(self.peer)
         return own / theirs if own and theirs else None
 
+    def pairs(self, name: str) -> list[float]:
+        """A contender's tokens a second over the peer's, in each round."""
+        own, theirs = self.rounds.get(name, []), self.rounds.get(self.peer, [])
+        return [
+            one["tokens_a_second"] / other["tokens_a_second"] for one, other in zip(own, theirs, strict=False)
+        ]
+
     def loss_difference(self, name: str) -> float | None:
         """The largest relative difference of a number of a contender's from the one that the peer's first
         round found, over all rounds, ranks and steps: 0 where all are equal, bit by bit. None where one is
@@ -67,13 +74,15 @@ class Row:
                     "tokens_a_second": self.rate(name),
                     "rounds": [each["tokens_a_second"] for each in rounds],
                     "ratio": self.ratio(name),
+                    "pairs": self.pairs(name),
                     "apart": self.loss_difference(name),
                     # The first rank's, of the first round.
                     "numbers": rounds[0]["numbers"][0],
                     "calls": rounds[0]["calls"],
                     **{what: self.most(name, what) for what in MEMORY},
                 }
-        return {"kind": self.kind, "peer": self.peer, "figures": figures, "missing": self.missing}
+        of = {"kind": self.kind, "peer": self.peer, "threads": self.threads}
+        return {**of, "figures": figures, "missing": self.missing}
 
 
 def difference(ranks: list[list[float]], others: list[list[float]]) -> float:
@@ -86,20 +95,22 @@ def difference(ranks: list[list[float]], others: list[list[float]]) -> float:
 
 def cells(rows: list[Row], names: list[str], peer: str) -> tuple[list[str], list[list[str]]]:
     """The table's heading and lines: of each contender tokens a second of every round, then the ratio."""
-    heading = ["kind", "contender", "tokens/s", "rounds", f"of {peer}", "loss difference"]
+    heading = ["kind", "contender", "tokens/s", "rounds", f"of {peer}", "pairs", "loss difference"]
     heading += ["peak MiB", "reserved MiB", "device MiB"]
     lines = []
     for row in rows:
         for name in names:
             rates = " ".join(f"{each['tokens_a_second']:,.0f}" for each in row.rounds.get(name, []))
             rate, ratio, difference = row.rate(name), row.ratio(name), row.loss_difference(name)
+            pairs = row.pairs(name)
             lines.append(
                 [
-                    row.kind,
+                    row.kind if row.threads is None else f"{row.kind}, {row.threads} threads",
                     name,
                     "-" if rate is None else f"{rate:,.0f}",
                     rates or "-",
                     "-" if ratio is None else f"{ratio:.3f}",
+                    f"{min(pairs):.3f}-{max(pairs):.3f}" if pairs else "-",
                     "-" if difference is None else f"{difference:.1e}" if difference else "0",
                     *[
                         table.figure(None if (count := row.most(name, what)) is None else count / 2**20)

@@ -9,6 +9,7 @@ process for each turn, in which a contender runs each kind once. The first rank'
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -53,16 +54,19 @@ class Found:
         return found
 
 
-def take(arguments: Sequence[str], turn: tuple[int, str], kinds: Sequence[str]) -> Found:
-    """Has a contender take a turn, in a new process of this rank. `arguments` are those of the benchmark, and
-    `turn` is the round's number and the contender's name. On the first rank it returns what was found, on
-    others nothing."""
+def take(
+    arguments: Sequence[str], turn: tuple[int, str], kinds: Sequence[str], threads: int | None = None
+) -> Found:
+    """Has a contender take a turn, in a new process of this rank. `arguments` are those of the benchmark,
+    `turn` is the round's number and the contender's name, and `threads` the process's OMP_NUM_THREADS, if that
+    is another one than here. On the first rank it returns what was found, on others nothing."""
     number, name = turn
     with tempfile.TemporaryDirectory(prefix="symmpool-bench-") as folder:
         file = Path(folder) / "found.json"
         more = ["--kinds", ",".join(kinds), "--turn", str(number), name, str(file)]
         command = [sys.executable, "-m", "symmpool", "bench", *arguments, *more]
-        with subprocess.Popen(command) as process:
+        given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        with subprocess.Popen(command, env={**os.environ, **given}) as process:
             try:
                 status = process.wait()
             except BaseException:
