@@ -177,6 +177,18 @@ def test_contenders_alternate_with_each_number_of_threads(monkeypatch, tmp_path)
         command.complete(options, on_cuda=False)
 
 
+def test_turns_with_other_numbers_of_threads_meet_anew(tmp_path):
+    report = tmp_path / "report.json"
+    more = ["--kinds", "ddp", "--rounds", "1", "--json", str(report), "--threads", "2,1", "--each-step"]
+    status, output, errors = torchrun(2, *TINY, *more, "--timeout", "60", benchmark="training")
+    assert status == 0, output + errors
+    found = json.loads(report.read_text())["results"]
+    assert [each["threads"] for each in found] == [2, 1]
+    for each in found:
+        assert each["missing"] == {} and len(each["figures"]["ours"]["pairs"]) == 1
+        assert each["figures"]["ours"]["apart"] == 0
+
+
 def test_every_kind_of_training_runs_with_each_library_and_has_the_same_losses(tmp_path):
     report, traces = tmp_path / "report.json", tmp_path / "traces"
     names = ["gloo", "ours", "ours ordinary"]

@@ -65,8 +65,8 @@ class ServedDevices:
 
     def may_serve(self, group: Any, device: torch.device) -> bool:
         """Whether `serves` may be True, as far as is known here. Talks to nobody."""
-        known = self.known.get(number_of(device), not self.ended)
-        return known and _is_named(group, device.type)
+        known = self.known.get(number_of(device))
+        return not self.ended and _is_named(group, device.type) if known is None else known
 
     def is_named(self, group: Any, device: torch.device) -> bool:
         """Whether the program named ours for such devices, which is the same on all ranks at any time."""

@@ -18,7 +18,7 @@ use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF
 const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
 /// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four
 /// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
-const MAX_PUSH_BLOCKS: u32 = 128;
+const MAX_PUSH_BLOCKS: u32 = 96;
 
 /// All-reduce in two shots through scratch and into outputs.
 pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(

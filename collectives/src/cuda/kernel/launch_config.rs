@@ -34,7 +34,8 @@ impl LaunchConfig {
             threads = (2 * threads).min(kernel.threads);
         };
         let items = vectors.div_ceil(u64::from(threads)).min(u64::from(u32::MAX)) as u32;
-        Self { blocks: evenly(kernel, items, blocks) + 1, threads }
+        let blocks = evenly(kernel, items, blocks) + 1;
+        Self { blocks, threads: threads.min(kernel.threads_for(blocks)) }
     }
 
     /// With one block more if these are as many as fit: it starts when the leader block ends, which is as soon
@@ -63,8 +64,8 @@ fn least_threads(kernel: &LoadedKernel, vectors: u64) -> u32 {
     let Some(narrow) = kernel.budget.narrow_blocks else { return 0 };
     let workers = u64::from(narrow - 1);
     let fits = |threads: &u32| vectors.div_ceil(u64::from(*threads)) <= workers;
-    let sizes = SIZES.into_iter().filter(|size| *size <= kernel.threads);
-    sizes.into_iter().find(fits).unwrap_or((32 * MAX_RANKS).min(kernel.threads))
+    let mut sizes = SIZES.into_iter().filter(|size| *size <= kernel.threads_for(narrow));
+    sizes.find(fits).unwrap_or((32 * MAX_RANKS).min(kernel.threads))
 }
 
 /// The fewest worker blocks that do `items`, one each at a time, in as few rounds as `most` blocks do, where the budget does not
@@ -95,7 +96,7 @@ mod tests {
         for (sm_count, threads, places) in [(132, 2048, 32), (84, 1536, 16), (128, 1536, 24)] {
             let loaded = kernel(sm_count, threads, places);
             for vectors in [0, 1, 100, 10_000, 65_536, 1 << 20, 1 << 30] {
-                for least in SIZES {
+                for least in SIZES.into_iter().filter(|size| *size <= loaded.threads) {
                     let grid = LaunchConfig::new(&loaded, vectors, least, u32::MAX);
                     let held = places.min(threads / grid.threads) * sm_count;
                     assert!(grid.blocks <= held, "{grid:?} where {held} run at once");
@@ -156,6 +157,30 @@ mod tests {
         let company = other.with_budget(budget);
         assert_eq!([24, 25].map(|blocks| company.function_for(blocks)), [0, 1]);
         assert_eq!(company.alone().function_for(200), 0);
+    }
+
+    /// A block that has an SM of its own has as many threads as two, but in grids that are launched in the other form.
+    #[test]
+    fn forms_with_larger_blocks_have_these_in_wide_grids_alone() {
+        let (plain, wide) = (kernel(132, 2048, 32), LoadedKernel::new(1, [132; 6], 1024, 132));
+        for (most_blocks, narrow) in [(100, 24), (64, 24), (75, 3), (44, 2)] {
+            let budget = SmBudget {
+                most_blocks,
+                narrow_blocks: Some(narrow),
+                early: false,
+                ..SmBudget::ALL
+            };
+            let company = wide.sharing(plain).with_budget(budget);
+            for vectors in [1, 512, 11_776, 11_777, 23_552, 30_000, 51_200, 131_072, 1 << 22] {
+                let grid = LaunchConfig::new(&company, vectors, 512, 264);
+                let is_small = company.function_for(grid.blocks) == 0;
+                assert_eq!(is_small, grid.blocks <= narrow, "{grid:?}");
+                assert!(grid.threads <= if is_small { 512 } else { 1024 }, "{grid:?}");
+                let peers = LaunchConfig::new(&company.alone(), vectors, 512, 264);
+                assert!(peers.threads <= 512 && peers.within_budget(&company).threads <= 512);
+            }
+            assert_eq!(LaunchConfig::new(&company, 1 << 22, 512, 264).threads, 1024);
+        }
     }
 
     #[test]

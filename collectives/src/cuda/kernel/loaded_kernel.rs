@@ -4,7 +4,7 @@ use super::sm_budget::SmBudget;
 use crate::cuda::driver::api::Handle;
 
 /// The numbers of threads that blocks may have.
-pub(in crate::cuda) const SIZES: [u32; 5] = [32, 64, 128, 256, 512];
+pub(in crate::cuda) const SIZES: [u32; 6] = [32, 64, 128, 256, 512, 1024];
 
 /// A loaded kernel.
 #[derive(Clone, Copy, Debug)]
@@ -14,8 +14,9 @@ pub(in crate::cuda) struct LoadedKernel {
     pub(in crate::cuda) small: Handle,
     /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
     resident: [u32; SIZES.len()],
-    /// Blocks that the device runs at once of `small`.
+    /// Blocks that the device runs at once of `small`, and most threads of these.
     small_resident: [u32; SIZES.len()],
+    small_threads: u32,
     /// Most threads of a block.
     pub(in crate::cuda) threads: u32,
     /// Processors of the device.
@@ -40,6 +41,7 @@ impl LoadedKernel {
             small,
             resident,
             small_resident,
+            small_threads: threads,
             threads,
             sm_count,
             shared_bytes: 0,
@@ -49,13 +51,22 @@ impl LoadedKernel {
 
     /// The kernel that shares SMs, of which `small` is the form that does not.
     pub(super) fn sharing(self, small: Self) -> Self {
-        Self { small: small.function, small_resident: small.resident, ..self }
+        let Self { function, resident, threads, .. } = small;
+        Self { small: function, small_resident: resident, small_threads: threads, ..self }
+    }
+
+    fn is_small(&self, blocks: u32) -> bool {
+        self.budget.narrow_blocks.is_some_and(|narrow| blocks <= narrow)
     }
 
     /// The function for a grid of so many blocks.
     pub(super) fn function_for(&self, blocks: u32) -> Handle {
-        let narrow = self.budget.narrow_blocks.is_some_and(|narrow| blocks <= narrow);
-        if narrow { self.small } else { self.function }
+        if self.is_small(blocks) { self.small } else { self.function }
+    }
+
+    /// Most threads of a block in a grid of so many blocks.
+    pub(super) fn threads_for(&self, blocks: u32) -> u32 {
+        if self.is_small(blocks) { self.small_threads } else { self.threads }
     }
 
     /// The kernel with the budget of a call.
@@ -73,8 +84,8 @@ impl LoadedKernel {
     /// The kernel as its communicator has it when it is alone on the device. Ranks may differ in that, so numbers that they
     /// compare follow from this form.
     pub(in crate::cuda) fn alone(self) -> Self {
-        let Self { small: function, small_resident: resident, .. } = self;
-        Self { budget: SmBudget::ALL, function, resident, ..self }
+        let Self { small: function, small_resident: resident, small_threads: threads, .. } = self;
+        Self { budget: SmBudget::ALL, function, resident, threads, ..self }
     }
 
     /// The kernel with no more blocks than that, if the call runs beside compute.

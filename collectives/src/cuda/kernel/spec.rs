@@ -56,10 +56,14 @@ impl KernelSpec {
         }
     }
 
-    /// The kernel as it shares SMs with other communicators, if it can.
+    /// The kernel as it shares SMs with other communicators, if it can. A block may have an SM of its own then, so it has as
+    /// many threads as the blocks that would be on the SM otherwise.
     pub(in crate::cuda) fn sharing(self, shares_sms: bool) -> Self {
+        if !shares_sms || !self.kernel.asks_for_blocks || self.shares_sms {
+            return self;
+        }
         // Where data lies in inboxes follows from `min_blocks_per_sm`, so that is equal in both forms.
-        Self { shares_sms: shares_sms && self.kernel.asks_for_blocks, ..self }
+        Self { shares_sms: true, threads: self.threads * self.min_blocks_per_sm, ..self }
     }
 
     /// A handshake alone, which notifies a companion kernel or not.

@@ -36,6 +36,16 @@ const TURNS: [((u32, u32), bool); 6] = [
 
 type Defines = Vec<(&'static str, &'static str)>;
 
+/// A mode as it shares SMs with other communicators ([`KernelSpec::sharing`](crate::cuda::kernel::spec::KernelSpec::sharing)).
+fn sharing(mode: &Defines) -> Defines {
+    let has_two_blocks = mode.contains(&("BLOCKS", "2"));
+    let wide = |(name, value): &(&'static str, &'static str)| match *name {
+        "THREADS" if has_two_blocks => ("THREADS", "1024"),
+        _ => (*name, *value),
+    };
+    mode.iter().map(wide).chain([("SHARES_SMS", "1")]).collect()
+}
+
 /// A variant of a kernel, and what it is compiled with and for.
 struct Job {
     kernel: &'static Kernel<'static>,
@@ -317,11 +327,7 @@ fn every_variant_compiles_spills_nothing_and_fits() {
         }
         // Every mode as it shares SMs, of which each block has one.
         if kernel.asks_for_blocks {
-            jobs.extend(modes.iter().map(|defines| {
-                let sharing: Defines =
-                    defines.iter().copied().chain([("SHARES_SMS", "1")]).collect();
-                job(&sharing, newest, (9, 0))
-            }));
+            jobs.extend(modes.iter().map(|defines| job(&sharing(defines), newest, (9, 0))));
         }
         // A device gets this code whose compiler is older than itself.
         if newest > 0 {

@@ -80,7 +80,7 @@ def add_options(commands):
     it.add_argument("--optimizer", choices=["fused", "foreach"], default="fused",
                     help="torch's AdamW in one kernel (default; not on the CPU), or in many")  # fmt: skip
     it.add_argument("--each-step", action="store_true",
-                    help="read each step's loss, as programs do that print it; the median step counts")  # fmt: skip
+                    help="read the loss of every step, as many programs do; the median counts")  # fmt: skip
     it.add_argument("--threads", type=thread_counts, default=[None], metavar="COUNTS",
                     help="OMP_NUM_THREADS of each round's turns, as 4,1 (default: as it is)")  # fmt: skip
     it.add_argument("--deterministic", action="store_true", help="only kernels that give the same bits again")
@@ -287,7 +287,7 @@ def run(options, arguments):
 
 def take_turn(options, on_cuda):
     """Runs each kind once, in the processes of a turn. The first rank writes what was found."""
-    number, name, file = options.turn
+    round_, name, file = options.turn
     torch, device = session.find_device(options, EXAMPLE)
     # torch finds the backend by itself only where the package is installed.
     import symmpool.backend  # noqa: F401
@@ -295,9 +295,9 @@ def take_turn(options, on_cuda):
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    turn_ranks = TurnRanks(torch, device, options.timeout, f"{number}/{name}")
+    turn_ranks = TurnRanks(torch, device, options.timeout, f"{round_}/{name}")
     _, backends = contenders(options, on_cuda)
-    first, is_last = turn_ranks.rank == 0, int(number) == options.rounds - 1
+    first, is_last = turn_ranks.rank == 0, int(round_.partition(" ")[0]) == options.rounds - 1
     found = turns.Found(describe(turn_ranks, options, backends) if first else {})
     for kind in options.kinds:
         is_profiled = options.profile is not None and is_last
@@ -310,7 +310,7 @@ def take_turn(options, on_cuda):
         if first:
             found.write(Path(file))
             rate = "nothing" if why is not None else f"{report['tokens_a_second']:,.0f} tokens/s"
-            print(f"  round {int(number) + 1}, {name}, {kind}: {rate}", file=sys.stderr, flush=True)
+            print(f"  round {round_}, {name}, {kind}: {rate}", file=sys.stderr, flush=True)
     turn_ranks.barrier()
     return 0
 

@@ -58,12 +58,14 @@ def take(
     arguments: Sequence[str], turn: tuple[int, str], kinds: Sequence[str], threads: int | None = None
 ) -> Found:
     """Has a contender take a turn, in a new process of this rank. `arguments` are those of the benchmark,
-    `turn` is the round's number and the contender's name, and `threads` the process's OMP_NUM_THREADS, if that
-    is another one than here. On the first rank it returns what was found, on others nothing."""
+    `turn` is the round's number and the contender's name, and `threads` the process's OMP_NUM_THREADS, if it
+    has one of its own. On the first rank it returns what was found, on others nothing."""
     number, name = turn
+    # Ranks meet under this name, in a store that outlives the turn.
+    round_ = str(number) if threads is None else f"{number} of {threads} threads"
     with tempfile.TemporaryDirectory(prefix="symmpool-bench-") as folder:
         file = Path(folder) / "found.json"
-        more = ["--kinds", ",".join(kinds), "--turn", str(number), name, str(file)]
+        more = ["--kinds", ",".join(kinds), "--turn", round_, name, str(file)]
         command = [sys.executable, "-m", "symmpool", "bench", *arguments, *more]
         given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         with subprocess.Popen(command, env={**os.environ, **given}) as process:
