@@ -45,6 +45,11 @@ def asked(group, folder):
         del x
         sizes.append(pool.stats()["reserved"])
     found["grown"] = sizes[-1] - sizes[80]
+    # Another pool on the group changes nothing, however the first one was found before.
+    other = symmpool.Pool(device="cpu")
+    x = backend.allocate_tensor(10, dtype=torch.float32, device=CPU)
+    found["first"] = (pool.holds(x), other.holds(x))
+    del x, other
     dist.destroy_process_group()
     found["after"] = backend.supports_tensor_alloc(CPU)
     return found
@@ -58,6 +63,7 @@ def test_a_backends_tensors_are_windows_at_one_place(tmp_path):
         "peers": True,
         "nothing": (0,),
         "grown": 0,
+        "first": (True, False),
         "after": False,
     }
     assert values(2, asked, str(tmp_path)) == [right] * 2
