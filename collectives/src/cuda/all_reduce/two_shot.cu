@@ -24,7 +24,7 @@ constexpr bool GATHERS = RUN != Collective::REDUCE_SCATTER;
 // Whether a warp's threads, which find their vectors at different looks, go on together, where registers suffice.
 constexpr bool TOGETHER = BLOCKS == 1;
 
-// Blocks that share SMs with other communicators may have one each, and as many threads as two blocks.
+// Blocks that share SMs with other communicators may have one each, and have more threads.
 constexpr int RESIDENT = SHARES_SMS ? 1 : BLOCKS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)

@@ -173,6 +173,12 @@ impl KernelSpec {
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
         let min_blocks_per_sm =
             if Self::is_compact(world, reduction.0, lamport, bytes) { 2 } else { 1 };
+        // Nearly as many as two blocks have: a thread needs some registers more to ask for a grant, and with more ranks.
+        let sharing_threads = match (min_blocks_per_sm, world) {
+            (1, _) => threads,
+            (_, ..=2) => 896,
+            _ => 768,
+        };
         let base = if collective.reduces() {
             Self::reduces(&KERNEL, reduction)
         } else {
@@ -184,6 +190,7 @@ impl KernelSpec {
             lamport,
             threads,
             min_blocks_per_sm,
+            sharing_threads,
             ..base
         }
     }

@@ -162,7 +162,8 @@ mod tests {
     /// A block that has an SM of its own has as many threads as two, but in grids that are launched in the other form.
     #[test]
     fn forms_with_larger_blocks_have_these_in_wide_grids_alone() {
-        let (plain, wide) = (kernel(132, 2048, 32), LoadedKernel::new(1, [132; 6], 1024, 132));
+        let (plain, wide) =
+            (kernel(132, 2048, 32), LoadedKernel::new(1, [132; SIZES.len()], 896, 132));
         for (most_blocks, narrow) in [(100, 24), (64, 24), (75, 3), (44, 2)] {
             let budget = SmBudget {
                 most_blocks,
@@ -175,11 +176,11 @@ mod tests {
                 let grid = LaunchConfig::new(&company, vectors, 512, 264);
                 let is_small = company.function_for(grid.blocks) == 0;
                 assert_eq!(is_small, grid.blocks <= narrow, "{grid:?}");
-                assert!(grid.threads <= if is_small { 512 } else { 1024 }, "{grid:?}");
+                assert!(grid.threads <= if is_small { 512 } else { 896 }, "{grid:?}");
                 let peers = LaunchConfig::new(&company.alone(), vectors, 512, 264);
                 assert!(peers.threads <= 512 && peers.within_budget(&company).threads <= 512);
             }
-            assert_eq!(LaunchConfig::new(&company, 1 << 22, 512, 264).threads, 1024);
+            assert_eq!(LaunchConfig::new(&company, 1 << 22, 512, 264).threads, 896);
         }
     }
 

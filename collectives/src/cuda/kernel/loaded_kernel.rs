@@ -4,7 +4,7 @@ use super::sm_budget::SmBudget;
 use crate::cuda::driver::api::Handle;
 
 /// The numbers of threads that blocks may have.
-pub(in crate::cuda) const SIZES: [u32; 6] = [32, 64, 128, 256, 512, 1024];
+pub(in crate::cuda) const SIZES: [u32; 7] = [32, 64, 128, 256, 512, 768, 896];
 
 /// A loaded kernel.
 #[derive(Clone, Copy, Debug)]

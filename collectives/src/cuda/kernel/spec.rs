@@ -38,6 +38,8 @@ pub(in crate::cuda) struct KernelSpec {
     pub(in crate::cuda) min_blocks_per_sm: u32,
     /// Whether blocks ask for a grant, as other communicators of the process may have the SMs.
     pub(in crate::cuda) shares_sms: bool,
+    /// Threads of a block that does. It may have an SM of its own.
+    pub(in crate::cuda) sharing_threads: u32,
 }
 
 impl KernelSpec {
@@ -53,17 +55,17 @@ impl KernelSpec {
             threads,
             min_blocks_per_sm: 1,
             shares_sms: false,
+            sharing_threads: threads,
         }
     }
 
-    /// The kernel as it shares SMs with other communicators, if it can. A block may have an SM of its own then, so it has as
-    /// many threads as the blocks that would be on the SM otherwise.
+    /// The kernel as it shares SMs with other communicators, if it can.
     pub(in crate::cuda) fn sharing(self, shares_sms: bool) -> Self {
-        if !shares_sms || !self.kernel.asks_for_blocks || self.shares_sms {
+        if !shares_sms || !self.kernel.asks_for_blocks {
             return self;
         }
         // Where data lies in inboxes follows from `min_blocks_per_sm`, so that is equal in both forms.
-        Self { shares_sms: true, threads: self.threads * self.min_blocks_per_sm, ..self }
+        Self { shares_sms: true, threads: self.sharing_threads, ..self }
     }
 
     /// A handshake alone, which notifies a companion kernel or not.

@@ -117,7 +117,7 @@ class Training:
         self.model = wrap(model, turn_ranks, options)
         if kind == "tp_compiled":
             compile_layers(self.model, fused)
-        kernels: dict[str, bool] = {options.optimizer: True} if turn_ranks.on_cuda else {}
+        kernels: dict[str, Any] = {options.optimizer: True} if turn_ranks.on_cuda else {}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.rate, **kernels)
         drawn = torch.Generator().manual_seed(1 + (0 if self.same_tokens else turn_ranks.rank))
         shape = (options.batch, options.length + 1)
