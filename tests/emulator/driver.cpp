@@ -46,10 +46,9 @@ int from_environment(const char* name, int usual) {
     return number > 0 ? number : usual;
 }
 
-// Devices of the machine; the processors of each, and the threads that a processor runs at once.
+// Devices of the machine, and the processors of each.
 const int devices = from_environment("EMULATED_DEVICES", 8);
 const int processors = from_environment("EMULATED_PROCESSORS", 4);
-constexpr int PROCESSOR_THREADS = 512;
 // Most resident blocks of a processor: as few as on the devices that have the fewest.
 const int processor_blocks = from_environment("EMULATED_BLOCKS", 16);
 

@@ -2,6 +2,7 @@
 
 #include "streams.h"
 
+#include <algorithm>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -419,7 +420,8 @@ void run_kernel(const Call& call, Shape shape, unsigned room, unsigned places) {
     Held held(state.lock);
     const unsigned long long mine = state.next_kernel++;
     state.changed.wait(held, [&] { return state.turn == mine; });
-    const unsigned together = call.cluster, threads = together * shape.threads;
+    const unsigned together = call.cluster;
+    const unsigned threads = together * std::min(shape.threads, static_cast<unsigned>(PROCESSOR_THREADS));
     for (unsigned first = 0; first < shape.blocks; first += together) {
         state.changed.wait(held, [&] {
             return state.taken == 0 || (state.taken + threads <= room && state.blocks + together <= places);

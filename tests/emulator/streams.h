@@ -57,6 +57,8 @@ void put(Stream* stream, Graph* graph);
 void drop_graph(Graph* graph);
 Graph* copy(Graph* graph);
 
+// Threads that a processor runs at once. A block of more has a processor of its own.
+constexpr int PROCESSOR_THREADS = 512;
 // Waits a moment, in one of eight cases: work without an order between it begins in any order.
 void be_late_by_chance();
 // Runs a kernel: its blocks begin in order, as many at once as the device has space for.
