@@ -14,8 +14,8 @@ pub fn built_from() -> Option<&'static str> {
     option_env!("SYMMPOOL_COMMIT").filter(|commit| !commit.is_empty())
 }
 
-/// The version of the kernels in each folder of `collectives/kernels`: 8 hexadecimal digits. It changes with any file of the
-/// folder, and with any header that one of them includes.
+/// The version of the kernels of each kind, as `all_reduce` and `symmpool`: 8 hexadecimal digits. It changes with any file of the
+/// folders of that name, and with any header that one of them includes.
 ///
 /// It is the CRC-32 of the paths and texts of all these files, in the order of their paths, with a zero byte behind each
 /// path and each text.
@@ -44,11 +44,19 @@ mod tests {
 
     #[test]
     fn every_folder_of_kernels_has_a_version() {
-        let root = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels");
-        let folders = std::fs::read_dir(root).unwrap().map(Result::unwrap);
-        let folders = folders.filter(|entry| entry.file_type().unwrap().is_dir());
-        let names: BTreeSet<_> =
-            folders.map(|entry| entry.file_name().into_string().unwrap()).collect();
+        let has_kernels = |folder: &std::path::Path| {
+            let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+            files
+                .filter_map(|file| file.extension().map(|end| end.to_owned()))
+                .any(|end| end == "cu")
+        };
+        let package = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+        let roots = [package.join("kernels"), package.join("src/cuda")];
+        let below = roots.iter().flat_map(|root| std::fs::read_dir(root).unwrap());
+        let folders = below.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir());
+        let folders = folders.filter(|path| path.starts_with(&roots[0]) || has_kernels(path));
+        let names: BTreeSet<String> =
+            folders.map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect();
         let versions = kernel_versions();
         assert_eq!(versions.keys().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>(), names);
         assert_eq!(versions.values().collect::<BTreeSet<_>>().len(), versions.len());

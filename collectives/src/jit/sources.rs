@@ -447,11 +447,12 @@ mod tests {
                 found.push(format!("{folder_name}/{name}"));
             }
         }
-        for file in std::fs::read_dir(package.join("src/cuda/all_reduce")).expect("all-reduces") {
-            let name = file.expect("an entry").file_name().into_string().expect("UTF-8");
-            if name.ends_with(".cu") {
-                found.push(format!("all_reduce/{name}"));
-            }
+        let rooms = std::fs::read_dir(package.join("src/cuda")).expect("the rooms");
+        let rooms = rooms.map(|room| room.expect("an entry").path()).filter(|room| room.is_dir());
+        for file in rooms.flat_map(|room| std::fs::read_dir(room).expect("a room")) {
+            let path = file.expect("an entry").path();
+            let name = path.strip_prefix(package.join("src/cuda")).expect("below").to_str();
+            found.extend(name.filter(|name| name.ends_with(".cu")).map(str::to_owned));
         }
         found.sort();
         let headers = HEADERS.iter().map(|(path, _)| *path);
