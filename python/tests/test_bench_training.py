@@ -180,7 +180,7 @@ def test_contenders_alternate_with_each_number_of_threads(monkeypatch, tmp_path)
 def test_turns_with_other_numbers_of_threads_meet_anew(tmp_path):
     report = tmp_path / "report.json"
     more = ["--kinds", "ddp", "--rounds", "1", "--json", str(report), "--threads", "2,1", "--each-step"]
-    status, output, errors = torchrun(2, *TINY, *more, "--timeout", "60", benchmark="training")
+    status, output, errors = torchrun(2, *TINY, *more, benchmark="training")
     assert status == 0, output + errors
     found = json.loads(report.read_text())["results"]
     assert [each["threads"] for each in found] == [2, 1]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from symmpool import _symmpool
 from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
-from symmpool.memory import compiled_graphs
 from symmpool.memory.torch_stats import TorchStats
 
 if TYPE_CHECKING:
@@ -141,6 +140,9 @@ def install() -> None:
         raise InvalidStateError(f"install: torch refuses another allocator: {error}") from error
     _installed = allocator
     TorchStats(memory_stats, reset_peak_memory_stats).replace(torch._C)
+    # Imported here, as importing `symmpool` imports no torch.
+    from symmpool.memory import compiled_graphs
+
     compiled_graphs.replace_trees()
     if not raises_torchs:
         logger.warning(
