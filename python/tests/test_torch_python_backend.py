@@ -261,7 +261,6 @@ def shrunk(group, port):
     return found
 
 
-@needs_215
 def test_ranks_that_are_left_go_on():
     first, lost, last = run(3, shrunk, free_port())
     assert lost.error is not None
