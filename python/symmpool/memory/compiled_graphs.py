@@ -11,13 +11,13 @@ as long as their addresses stay the same, which each call looks at. Other inputs
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from symmpool.communicators.module_imports import when_imported
 
 __all__ = ["GraphedFunction", "replace_trees"]
 
@@ -269,40 +269,7 @@ def _replace(module: Any) -> None:
     module.cudagraphify, module.get_manager = _cudagraphify, get_manager
 
 
-class _Loader:
-    """Loads the module of trees as its own loader does, and then replaces a part of it."""
-
-    def __init__(self, loader: Any):
-        self._loader = loader
-
-    def create_module(self, spec: Any) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        self._loader.exec_module(module)
-        _replace(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-class _Finder:
-    """Finds the module of trees when a program first imports it, which takes seconds: `install` does not."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != TREES:
-            return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        spec = importlib.util.find_spec(name)
-        if spec is not None:
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
-        return spec
-
-
 def replace_trees() -> None:
-    """Has compiled functions record graphs of their own, from their next compilation on."""
-    module = sys.modules.get(TREES)
-    if module is not None:
-        _replace(module)
-    else:
-        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    """Has compiled functions record graphs of their own, from their next compilation on. The program is left
+    to import the module of trees, which takes seconds."""
+    when_imported(TREES, _replace)

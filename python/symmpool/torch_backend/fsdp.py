@@ -12,13 +12,12 @@ It needs torch 2.8. Where torch's FSDP is made differently in a version, nothing
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.util
 import logging
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+from symmpool.communicators.module_imports import when_imported
 
 __all__ = ["use_windows"]
 
@@ -33,35 +32,7 @@ _log = logging.getLogger("symmpool")
 def use_windows(is_ours: Callable[[Any, Any], bool]) -> None:
     """Has FSDP use windows wherever `is_ours(group, device)`, also if it is imported later. Calls after the
     first change nothing."""
-    loaded = sys.modules.get(_MODULE)
-    if loaded is not None:
-        _wrap(loaded, is_ours)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(is_ours))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds FSDP's module as others do, once, and has it use windows when it is there."""
-
-    def __init__(self, is_ours: Callable[[Any, Any], bool]):
-        self._is_ours = is_ours
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        loader = spec.loader if spec is not None else None
-        if loader is None:
-            return spec
-        execute, is_ours = loader.exec_module, self._is_ours
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            _wrap(module, is_ours)
-
-        loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+    when_imported(_MODULE, functools.partial(_wrap, is_ours=is_ours))
 
 
 def _wrap(module: ModuleType, is_ours: Callable[[Any, Any], bool]) -> None:
