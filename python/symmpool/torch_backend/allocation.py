@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from symmpool.communicators import cache
-from symmpool.torch_backend.served_devices import number_of
 
 __all__ = ["has_windows", "window"]
 
@@ -22,24 +21,13 @@ def has_windows(group: Any, device: Any) -> bool:
     return group.may_serve(torch.device(device))
 
 
-def _pool_looked_up(group: Any, device: torch.device) -> Any:
-    """The pool to which a former look-up of the group led; None where there was none. Steps of FSDP ask some
-    thirty times for memory, and are bound by the host, so this repeats `cache.communicator_for`."""
-    try:
-        return cache.looked_up[number_of(device)][group._id].pool()
-    except KeyError:
-        return None
-
-
 def window(group: Any, size: int, dtype: torch.dtype, device: Any) -> torch.Tensor | None:
     """A new tensor of `size` elements, not filled; None where ours does not serve the device. Collective
     where it is the first call of the group, and where the pool has to grow."""
     device = torch.device(device)
-    pool = _pool_looked_up(group, device)
-    if pool is None:
-        if not group.serves(device):
-            return None
-        pool = cache.pool_of(group.key, str(device))
+    if not group.serves(device):
+        return None
+    pool = cache.pool_of(group.key, str(device))
     if device.type == "cpu":
         return pool.empty(size, dtype)
     # torch's allocator keeps what is freed, so that a program in its stride commits nothing.
