@@ -287,7 +287,7 @@ def run(options, arguments):
 
 def take_turn(options, on_cuda):
     """Runs each kind once, in the processes of a turn. The first rank writes what was found."""
-    round_, name, file = options.turn
+    number, name, file = options.turn
     torch, device = session.find_device(options, EXAMPLE)
     # torch finds the backend by itself only where the package is installed.
     import symmpool.backend  # noqa: F401
@@ -295,9 +295,11 @@ def take_turn(options, on_cuda):
     if options.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
-    turn_ranks = TurnRanks(torch, device, options.timeout, f"{round_}/{name}")
+    # The store outlives the turn, and a round has one for each number of threads.
+    turn = f"{number}/{name}/{options.threads[0]}"
+    turn_ranks = TurnRanks(torch, device, options.timeout, turn)
     _, backends = contenders(options, on_cuda)
-    first, is_last = turn_ranks.rank == 0, int(round_.partition(" ")[0]) == options.rounds - 1
+    first, is_last = turn_ranks.rank == 0, int(number) == options.rounds - 1
     found = turns.Found(describe(turn_ranks, options, backends) if first else {})
     for kind in options.kinds:
         is_profiled = options.profile is not None and is_last
@@ -310,7 +312,7 @@ def take_turn(options, on_cuda):
         if first:
             found.write(Path(file))
             rate = "nothing" if why is not None else f"{report['tokens_a_second']:,.0f} tokens/s"
-            print(f"  round {round_}, {name}, {kind}: {rate}", file=sys.stderr, flush=True)
+            print(f"  round {int(number) + 1}, {name}, {kind}: {rate}", file=sys.stderr, flush=True)
     turn_ranks.barrier()
     return 0
 

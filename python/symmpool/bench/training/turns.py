@@ -61,13 +61,14 @@ def take(
     `turn` is the round's number and the contender's name, and `threads` the process's OMP_NUM_THREADS, if it
     has one of its own. On the first rank it returns what was found, on others nothing."""
     number, name = turn
-    # Ranks meet under this name, in a store that outlives the turn.
-    round_ = str(number) if threads is None else f"{number} of {threads} threads"
     with tempfile.TemporaryDirectory(prefix="symmpool-bench-") as folder:
         file = Path(folder) / "found.json"
-        more = ["--kinds", ",".join(kinds), "--turn", round_, name, str(file)]
+        more = ["--kinds", ",".join(kinds), "--turn", str(number), name, str(file)]
+        given = {}
+        if threads is not None:
+            more += ["--threads", str(threads)]
+            given["OMP_NUM_THREADS"] = str(threads)
         command = [sys.executable, "-m", "symmpool", "bench", *arguments, *more]
-        given = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
         with subprocess.Popen(command, env={**os.environ, **given}) as process:
             try:
                 status = process.wait()
