@@ -41,22 +41,13 @@ pub fn kernel_versions() -> BTreeMap<&'static str, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::jit::sources::files_of_kernels;
 
     #[test]
     fn every_folder_of_kernels_has_a_version() {
-        let has_kernels = |folder: &std::path::Path| {
-            let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-            files
-                .filter_map(|file| file.extension().map(|end| end.to_owned()))
-                .any(|end| end == "cu")
-        };
-        let package = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
-        let roots = [package.join("kernels"), package.join("src/cuda")];
-        let below = roots.iter().flat_map(|root| std::fs::read_dir(root).unwrap());
-        let folders = below.map(|entry| entry.unwrap().path()).filter(|path| path.is_dir());
-        let folders = folders.filter(|path| path.starts_with(&roots[0]) || has_kernels(path));
-        let names: BTreeSet<String> =
-            folders.map(|path| path.file_name().unwrap().to_str().unwrap().to_owned()).collect();
+        let files = files_of_kernels();
+        let folder = |path: &String| path.split_once('/').expect("in a folder").0.to_owned();
+        let names: BTreeSet<String> = files.iter().map(folder).collect();
         let versions = kernel_versions();
         assert_eq!(versions.keys().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>(), names);
         assert_eq!(versions.values().collect::<BTreeSet<_>>().len(), versions.len());

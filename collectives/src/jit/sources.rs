@@ -426,35 +426,40 @@ impl Kernel<'static> {
     }
 }
 
+/// The files of kernels in the repository, by the paths that kernels and their headers have: all of `kernels`, and those
+/// that lie beside their launches.
+#[cfg(test)]
+pub(crate) fn files_of_kernels() -> Vec<String> {
+    let package = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut found = Vec::new();
+    for (root, is_all_kernels) in
+        [(package.join("kernels"), true), (package.join("src/cuda"), false)]
+    {
+        let folders = std::fs::read_dir(&root).expect("the root");
+        let folders = folders.map(|folder| folder.expect("an entry").path());
+        for folder in folders.filter(|path| is_all_kernels || path.is_dir()) {
+            for file in std::fs::read_dir(folder).expect("folders alone") {
+                let path = file.expect("an entry").path();
+                let name = path.strip_prefix(&root).expect("below").to_str().expect("UTF-8");
+                if is_all_kernels || name.ends_with(".cu") {
+                    found.push(name.to_owned());
+                }
+            }
+        }
+    }
+    found.sort();
+    found
+}
+
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
     use super::*;
     use crate::cuda::kernels;
     use crate::{DType, ReduceOp};
 
     #[test]
     fn every_file_of_the_folder_is_held() {
-        let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-        let root = package.join("kernels");
-        let mut found = Vec::new();
-        for folder in std::fs::read_dir(root).expect("the kernels") {
-            let folder = folder.expect("an entry");
-            let folder_name = folder.file_name().into_string().expect("UTF-8");
-            for file in std::fs::read_dir(folder.path()).expect("folders alone") {
-                let name = file.expect("an entry").file_name().into_string().expect("UTF-8");
-                found.push(format!("{folder_name}/{name}"));
-            }
-        }
-        let rooms = std::fs::read_dir(package.join("src/cuda")).expect("the rooms");
-        let rooms = rooms.map(|room| room.expect("an entry").path()).filter(|room| room.is_dir());
-        for file in rooms.flat_map(|room| std::fs::read_dir(room).expect("a room")) {
-            let path = file.expect("an entry").path();
-            let name = path.strip_prefix(package.join("src/cuda")).expect("below").to_str();
-            found.extend(name.filter(|name| name.ends_with(".cu")).map(str::to_owned));
-        }
-        found.sort();
+        let found = files_of_kernels();
         let headers = HEADERS.iter().map(|(path, _)| *path);
         let mut held: Vec<&str> = headers.chain(kernels().map(|kernel| kernel.path)).collect();
         held.sort();

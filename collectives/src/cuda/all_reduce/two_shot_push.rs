@@ -10,15 +10,16 @@ use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
+use crate::cuda::layout::control::MAX_STAGE_BLOCKS;
 use crate::jit::kernel_beside;
 use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
 
 /// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
 /// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
 const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
-/// Most peer blocks of `two_shot_push`. With so many, which all get the same length, 64 and 128 MiB take four
-/// H200s 1.0% and 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
-const MAX_PUSH_BLOCKS: u32 = 96;
+/// Most peer blocks of `two_shot_push`. All get the same length: with 128, which do, 64 and 128 MiB take four H200s 1.0% and
+/// 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
+const MAX_PUSH_BLOCKS: u32 = MAX_STAGE_BLOCKS as u32;
 
 /// All-reduce in two shots through scratch and into outputs.
 pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(

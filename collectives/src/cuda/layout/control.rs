@@ -14,9 +14,9 @@ const CHANNEL_COUNTS: u64 = 4;
 /// Least bytes that an index has in a stage of `all_reduce/two_shot_pipeline.cu`: with less, fewer blocks lose less than
 /// flags cost. Not measured yet.
 const MIN_STAGE_BYTES: u64 = 16 << 10;
-/// Most blocks of a stage. A wide grid on 132 SMs has as many, so none works for two: with 128, a reduce-scatter of 64 MiB
+/// Most blocks of a stage, which `two_shot_push` has too. A wide grid on 132 SMs has as many, so none works for two: with 128, a reduce-scatter of 64 MiB
 /// takes two H200s 1.11 times as long by turns as alone, with 96 1.04 times, and alone as long.
-const MAX_STAGE_BLOCKS: u64 = 96;
+pub(in crate::cuda) const MAX_STAGE_BLOCKS: u64 = 96;
 
 impl Control {
     /// For `world` ranks, with parts of these sizes.
