@@ -149,6 +149,35 @@ def test_torchs_scope_is_entered_and_left_by_its_own_steps():
     assert scope._steps_of(torch.cuda.use_mem_pool) is torch.cuda.use_mem_pool.__wrapped__
 
 
+def test_a_scope_makes_the_calls_of_torchs_own_without_its_context_manager(pool):
+    torch = pytest.importorskip("torch")
+    # Where this fails torch's scope has other steps, which its context manager makes then.
+    calls = scope._calls_of(torch)
+    assert [call.__name__ for call in calls] == list(scope._CALLS)
+
+    def other(mempool, device):
+        torch._cuda_prepare(mempool)
+        yield
+
+    for manager in (contextlib.contextmanager(other), Standin().use_mem_pool, len):
+        fake = types.SimpleNamespace(cuda=types.SimpleNamespace(use_mem_pool=manager))
+        assert scope._calls_of(fake) is None
+
+    standin, said = Standin(), []
+    inside = scope.Scope(pool, standin)
+    inside._id = (0, 7)
+    inside._calls = [
+        lambda *given, name=name: said.append((name, *given)) for name in ("begin", "end", "release")
+    ]
+    with within(inside, pool), within(inside, pool):
+        assert said == [("begin", 0, (0, 7))]
+    assert said[1:] == [("end", 0, (0, 7)), ("release", 0, (0, 7))] and standin.entered == 0
+    inside._calls[0] = lambda *_: (_ for _ in ()).throw(RuntimeError("no such MemPool"))
+    with pytest.raises(RuntimeError, match="no such MemPool"), within(inside, pool):
+        pass
+    assert not scope._threads.scopes
+
+
 def test_on_the_cpu_a_scope_says_what_to_do_instead(pool):
     with pytest.raises(symmpool.UnsupportedError, match="pool.empty"), pool:
         pass

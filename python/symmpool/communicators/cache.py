@@ -169,15 +169,22 @@ def communicator(group: GroupLike = None, device: DeviceLike = None) -> Communic
     return entry.public
 
 
-def pool_of(group: Any, device: str) -> Pool:
-    """The pool whose communicator serves a group on a device; made if need be, which is collective."""
-    number = number_of(device)
+def known_pool_of(group: Any, number: int) -> Pool | None:
+    """The pool to which the last call of a group on a device led, if none was made or ended since. Talks to
+    nobody."""
     # The short way of `communicator_for`: each step of FSDP asks some thirty times.
     entry = looked_up.get(number, {}).get(id(group))
-    if entry is not None and (entry.registered is None or group in entry.registered):
-        pool = entry.pool()
-        if pool is not None:
-            return pool
+    if entry is None or (entry.registered is not None and group not in entry.registered):
+        return None
+    return entry.pool()
+
+
+def pool_of(group: Any, number: int) -> Pool:
+    """The pool whose communicator serves a group on the device of a number (-1: the CPU); made if need be,
+    which is collective."""
+    pool = known_pool_of(group, number)
+    if pool is not None:
+        return pool
     look_up(None, group, number)
     found = cache.of_group(resolution.key_of(group), number)
     assert found is not None

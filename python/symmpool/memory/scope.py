@@ -58,11 +58,27 @@ def _steps_of(manager: Any) -> Callable[..., Iterator[None]]:
     return steps
 
 
+# The calls that `torch.cuda.use_mem_pool` is made of, and the other names in it.
+_CALLS = ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
+_OTHER_NAMES = {"torch", "cuda", "current_device", "_get_device_index", "id"}
+
+
+def _calls_of(torch: Any) -> tuple[Callable[..., None], ...] | None:
+    """torch's functions that begin a MemPool's scope, end it and let go of the MemPool. Each takes a device's
+    number and a MemPool's id. None where this torch's `use_mem_pool` is made of anything else."""
+    made_of = getattr(torch.cuda.use_mem_pool, "__wrapped__", None)
+    if made_of is None or set(
+        getattr(getattr(made_of, "__code__", None), "co_names", ())
+    ) - _OTHER_NAMES != set(_CALLS):
+        return None
+    return tuple(made_of.__globals__[name] for name in _CALLS)
+
+
 class Scope:
     """Parts that a pool needs so that torch allocates in it. Made at its first `with`."""
 
     # Attributes go in this order: torch gives its cached segments back before the slot closes.
-    __slots__ = ("_mempool", "_slot", "_torch", "_device", "_use")
+    __slots__ = ("_mempool", "_slot", "_torch", "_device", "_use", "_calls", "_id")
 
     def __init__(self, pool: _symmpool.Pool, torch: Any = None):
         device = pool.device
@@ -78,12 +94,16 @@ class Scope:
         self._slot = _symmpool.Slot(pool)
         self._mempool: Any = None
         self._use: Any = None
+        self._calls: Any = None
+        self._id: Any = None
         if install.is_installed():
             # No MemPool: every allocation comes to us, and goes to the pool by itself.
             return
         self._use = _steps_of(torch.cuda.use_mem_pool)
         with torch.cuda.device(self._device):
             self._mempool = torch.cuda.MemPool(_allocator(torch, self._slot).allocator())
+        self._calls = _calls_of(torch)
+        self._id = self._mempool.id if self._calls else None
 
     @property
     def mempool(self) -> Any:
@@ -106,6 +126,10 @@ class Scope:
             context = _symmpool.process_redirect(self._slot)
         elif scopes and self._is_within(scopes):
             context = None  # they do already, and torch enters a MemPool once
+        elif self._calls is not None:
+            # FSDP comes here some thirty times a step, and torch's context manager takes half of the time.
+            context = self
+            self._calls[0](self._device, self._id)
         else:
             context = self._use(mempool, self._device)
             next(context)
@@ -132,6 +156,10 @@ class Scope:
         context = scopes.pop()[1]
         if self._mempool is None:
             _symmpool.process_redirect_back(context)
+        elif context is self:
+            _, end, release = self._calls
+            end(self._device, self._id)
+            release(self._device, self._id)
         elif context is not None:
             next(context, None)
         if settles and (kind is not None or pool.is_commit_due):

@@ -107,7 +107,7 @@ def device_of(device: Any) -> torch.device:
 
 def _pool_for(key: Any, device: torch.device) -> Pool:
     """The pool of a group on a device, made if need be, which is collective."""
-    return cache.pool_of(key, str(device))
+    return cache.pool_of(key, -1 if device.type == "cpu" else device.index)
 
 
 def _bytes_of(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from symmpool.communicators import cache
+from symmpool.torch_backend.served_devices import number_of
 
 __all__ = ["has_windows", "window"]
 
@@ -25,9 +26,12 @@ def window(group: Any, size: int, dtype: torch.dtype, device: Any) -> torch.Tens
     """A new tensor of `size` elements, not filled; None where ours does not serve the device. Collective
     where it is the first call of the group, and where the pool has to grow."""
     device = torch.device(device)
-    if not group.serves(device):
-        return None
-    pool = cache.pool_of(group.key, str(device))
+    key, number = group.key, number_of(device)
+    pool = cache.known_pool_of(key, number)
+    if pool is None:
+        if not group.serves(device):
+            return None
+        pool = cache.pool_of(key, number)
     if device.type == "cpu":
         return pool.empty(size, dtype)
     # torch's allocator keeps what is freed, so that a program in its stride commits nothing.

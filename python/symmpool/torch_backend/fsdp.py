@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from symmpool.communicators.module_imports import when_imported
 
 __all__ = ["use_windows"]
 
 _MODULE = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
+#: What a group of parameters is gathered and scattered by.
+_COLLECTIVES = ("_all_gather_comm", "_reduce_scatter_comm")
 _SET = "set_allocate_memory_from_process_group"
 #: What a program called on parameters is known by.
 _CHOSEN = "_symmpool_chosen"
@@ -41,31 +47,58 @@ def _wrap(module: ModuleType, is_ours: Callable[[Any, Any], bool]) -> None:
     if begin is None or choose is None or hasattr(begin, "__wrapped__"):
         return
 
+    @functools.wraps(choose)
+    def chosen(self: Any, enable: bool) -> Any:
+        found = choose(self, enable)
+        setattr(self, _CHOSEN, enable)
+        if enable:
+            for name in _COLLECTIVES:
+                setattr(self, name, _remembering(getattr(self, name)))
+        return found
+
     @functools.wraps(begin)
     def lazy_init(self: Any) -> Any:
         begun = begin(self)
         try:
             if not hasattr(self, _CHOSEN) and _is_usual(self) and _is_served(self, is_ours):
-                choose(self, True)
-                setattr(self, _CHOSEN, True)
+                chosen(self, True)
         except (AttributeError, AssertionError) as error:
             # Models that `replicate` makes have the same class, and refuse to name a group of shards.
             _log.debug("FSDP's buffers lie in memory of torch's own: %s", error)
         return begun
 
-    @functools.wraps(choose)
-    def chosen(self: Any, enable: bool) -> Any:
-        found = choose(self, enable)
-        setattr(self, _CHOSEN, enable)
-        return found
-
     kind.lazy_init = lazy_init  # type: ignore[union-attr]
     setattr(kind, _SET, chosen)
 
 
+class _Remembering:
+    """How FSDP's collectives ask for memory, some thirty times a step: of the group's backend, which torch
+    would look up and ask for what it supports each time."""
+
+    _group: Any
+    _backend: Any = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._backend is None:
+            backend = self._group._get_backend(device)
+            if not backend.supports_tensor_alloc(device):
+                return torch.empty(*size, dtype=dtype, device=device)
+            self._backend = backend
+        return self._backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
+
+
+def _remembering(collective: Any) -> Any:
+    """The same collective of FSDP's, which remembers its group's backend. Classes that torch does not make so
+    are left alone."""
+    kind = type(collective)
+    if not isinstance(getattr(collective, "_group", None), dist.ProcessGroup):
+        return collective
+    return type(kind.__name__, (_Remembering, kind), {})(collective._group)
+
+
 def _is_usual(parameters: Any) -> bool:
     """Whether the collectives are torch's own, in memory of its own."""
-    made = (parameters._all_gather_comm, parameters._reduce_scatter_comm)
+    made = [getattr(parameters, name) for name in _COLLECTIVES]
     return [type(each).__name__ for each in made] == ["DefaultAllGather", "DefaultReduceScatter"]
 
 

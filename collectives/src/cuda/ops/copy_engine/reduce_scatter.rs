@@ -9,8 +9,8 @@
 //! `n - 2`, when all have reduced piece `n - 3`, whose slot it uses.
 //!
 //! Beside compute, two ranks whose inputs are windows need no scratch: each one's copy engine takes its part of the peer's
-//! input to its output, in pieces each half as long as the one before, and a kernel adds its own input to each. The ranks
-//! meet before the first copy and behind the last reduction, and nowhere between. Kernels wait for this rank's copies alone;
+//! input to its output, in up to four pieces each half as long as the one before, and a kernel adds its own input to each. The
+//! ranks meet before the first copy and behind the last reduction, and nowhere between. Kernels wait for this rank's copies alone;
 //! and a call needs few calls of the driver, where signals of pieces through scratch would need hundreds.
 //!
 //! Others go in pieces through scratch there (`pieces`). A rank sends piece `n` when all peers have said that they have
@@ -35,6 +35,9 @@ use crate::cuda::layout::memory_channels::SLOTS;
 /// Pieces are halved down to so many bytes: reducing as many takes about as long as starting another
 /// copy.
 const SHORTEST: u64 = 4 << 20;
+/// The last piece that copy engines take from a peer's window is at least such a part of all. Each piece costs the host four
+/// calls of the driver, some 10 us each in a program whose caches hold other things.
+const LAST_OF: u64 = 8;
 /// Slots that pieces use in turn where calls have the device to themselves.
 const SLOTS_IN_TURN: usize = 3;
 /// Most bytes of a piece beside compute.
@@ -50,7 +53,7 @@ struct Piece {
 /// The pieces of parts of `part` bytes, with `room` bytes of scratch. All begin at multiples of a cache line.
 fn sequence(part: u64, room: u64) -> Vec<Piece> {
     if part <= room {
-        let whole = halved(0..part).into_iter();
+        let whole = halved(0..part, SHORTEST).into_iter();
         return whole.map(|range| Piece { offset: range.start, range, behind: None }).collect();
     }
     let slot = room / SLOTS_IN_TURN as u64 / 128 * 128;
@@ -63,9 +66,10 @@ fn sequence(part: u64, room: u64) -> Vec<Piece> {
     equal.map(place).collect()
 }
 
-fn halved(mut left: Range<u64>) -> Vec<Range<u64>> {
+/// Pieces each half as long as the one before, down to `shortest` bytes.
+fn halved(mut left: Range<u64>, shortest: u64) -> Vec<Range<u64>> {
     let mut all = Vec::new();
-    while left.end - left.start >= 2 * SHORTEST {
+    while left.end - left.start >= 2 * shortest {
         let middle = left.start + ((left.end - left.start) / 2).next_multiple_of(128);
         all.push(left.start..middle);
         left.start = middle;
@@ -127,7 +131,7 @@ impl CudaEngine {
     }
 
     fn scatter_from_windows(&mut self, work: &Work) -> Result<()> {
-        let ranges = halved(0..work.bytes);
+        let ranges = halved(0..work.bytes, SHORTEST.max(work.bytes / LAST_OF));
         // Ranks on which the same algorithm is not in such pieces differ in this.
         let call = work.call.algorithm(COPY).peer_blocks(ranges.len() as u32);
         tracing::debug!(part = work.bytes, pieces = ranges.len(), from = "windows", %call);
@@ -199,8 +203,10 @@ mod tests {
     #[test]
     fn copies_are_halved_until_another_one_would_cost_as_much_as_it_saves() {
         let mib = |range: &Range<u64>| (range.end - range.start) >> 20;
-        let lengths: Vec<u64> = halved(0..32 << 20).iter().map(mib).collect();
+        let lengths: Vec<u64> = halved(0..32 << 20, SHORTEST).iter().map(mib).collect();
         assert_eq!(lengths, [16, 8, 4, 4]);
-        assert_eq!(halved(0..(8 << 20) - 2).len(), 1);
+        assert_eq!(halved(0..(8 << 20) - 2, SHORTEST).len(), 1);
+        let eighth: Vec<u64> = halved(0..256 << 20, 32 << 20).iter().map(mib).collect();
+        assert_eq!(eighth, [128, 64, 32, 32]);
     }
 }
