@@ -7,7 +7,7 @@ use std::cmp::Ordering;
 pub(crate) struct Kernel<'a> {
     /// The file's name without the ending.
     pub(crate) name: &'a str,
-    /// The file below `collectives/kernels`, or what the compiler calls it in its messages.
+    /// The file below `collectives/kernels` or `collectives/src/cuda`, or what the compiler calls it in its messages.
     pub(crate) path: &'a str,
     /// The entry point.
     pub(crate) entry: &'a str,

@@ -218,8 +218,8 @@ impl Kernels {
     /// # Safety
     ///
     /// What the parameters point to stays mapped until the kernel has run, and nothing else
-    /// touches it meanwhile but kernels of peers in the same call. Kernels of all-to-alls are given
-    /// their traffic.
+    /// touches it meanwhile but kernels of peers in the same call. The kernel has two parameters, or its third is
+    /// [`Traffic`] and `traffic` is not `None`.
     pub(in crate::cuda) unsafe fn launch(
         &self,
         kernel: LoadedKernel,
@@ -296,8 +296,8 @@ impl Kernels {
             attrs: &raw mut overlap,
             numAttrs: kernel.budget.starts_early.into(),
         };
-        // SAFETY: the configuration and the arguments, which have the kernel's parameter types
-        // (checked by size when it was compiled), live until the call returns; the driver copies
+        // SAFETY: the configuration and the arguments, which have the kernel's parameter types,
+        // as the caller promised, live until the call returns; the driver copies
         // them. What they point to is the caller's promise.
         let code = unsafe {
             (self.api.launch)(

@@ -11,11 +11,12 @@ use crate::signal::channel::CHANNELS;
 /// How many counts a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
 
-/// Least bytes that an index has in a stage of `all_reduce/two_shot_pipeline.cu`: with less, fewer blocks lose less than
+/// Least bytes that a peer block has in a stage of `all_reduce/two_shot_pipeline.cu`: with less, fewer blocks lose less than
 /// flags cost. Not measured yet.
 const MIN_STAGE_BYTES: u64 = 16 << 10;
-/// Most blocks of a stage, which `two_shot_push` has too. A wide grid on 132 SMs has as many, so none works for two: with 128, a reduce-scatter of 64 MiB
-/// takes two H200s 1.11 times as long by turns as alone, with 96 1.04 times, and alone as long.
+/// Most peer blocks of a stage, which `two_shot_push` has too. A wide grid on 132 SMs has as many worker blocks, so each does the
+/// work of one. Measured: a reduce-scatter of 64 MiB on two H200s, beside another communicator, takes 1.04 of its time alone;
+/// with 128 peer blocks it takes 1.11. Alone both take the same time.
 pub(in crate::cuda) const MAX_STAGE_BLOCKS: u64 = 96;
 
 impl Control {

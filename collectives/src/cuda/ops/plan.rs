@@ -15,7 +15,8 @@ use crate::cuda::layout::params::{CallParams, MAX_PEER_BLOCKS, MAX_RANKS, PlanWo
 use crate::plan::schedule::Schedule;
 use crate::plan::{CheckedPlan, Collective, Protocol};
 
-/// Most peer blocks of a call, as of `two_shot_push`.
+/// Most peer blocks of a call: more than [`MAX_STAGE_BLOCKS`](crate::cuda::layout::control::MAX_STAGE_BLOCKS), as programs were
+/// not measured with fewer.
 const MAX_BLOCKS: u32 = 128;
 /// Most worker blocks of a call in the LL protocol.
 const MAX_LL_BLOCKS: u32 = 264;
