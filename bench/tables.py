@@ -62,7 +62,7 @@ def all_to_all_busy_cores():
 
 
 def all_to_all_v():
-    """Our time and the best contender's for each matrix, a column for each size; empty if it was not measured."""
+    """Our time and the best contender's for each matrix, a column for each size; empty if not measured."""
     if not (RESULTS / "host_matrices.json").exists():
         return ""
     entries = load("host_matrices")

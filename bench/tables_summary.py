@@ -1,4 +1,4 @@
-"""Tables that say in short what the others show: where we are ahead of the best contender, and where behind."""
+"""Tables that say in short what the others show: ahead of the best contender, and behind."""
 
 from cells import EQUAL, FOUR, TWO, exact, exists, load, recorded, size, table
 from tables_models import EXPERT_CASES, TRAINED
