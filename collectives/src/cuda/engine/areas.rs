@@ -6,8 +6,8 @@
 //!
 //! The areas share flags, counts and descriptions of calls, channels and slots of messages. Each has inboxes and scratch of
 //! its own, and on the device its own turn of the Lamport inbox. A call leaves the other area as it is. Only in the
-//! calls in which old flags expire (`must_expire_flags` in `symmpool/handshake.cuh`) does it expire them there too, for which the
-//! device knows both areas (`AreaFlags` in `symmpool/comm_layout.cuh`).
+//! calls in which old flags expire (`must_expire_flags` in `symmpool/impl/handshake.cuh`) does it expire them there too, for which the
+//! device knows both areas (`AreaFlags` in `symmpool/impl/comm_layout.cuh`).
 
 use std::thread;
 use std::time::Duration;
@@ -19,9 +19,9 @@ use super::CudaEngine;
 use crate::cuda::driver::api::{Handle, cuda};
 use crate::cuda::layout::params::{AreaFlags, Control, Footprint, LOCAL_AREAS};
 
-/// Pattern that Lamport inboxes are filled with at first, and that data never has: `EMPTY` in `protocol/lamport.cuh`.
+/// Pattern that Lamport inboxes are filled with at first, and that data never has: `EMPTY` in `symmpool/impl/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
-/// Pattern that escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
+/// Pattern that escaped Lamport inboxes are filled with at first: `EMPTY` in `symmpool/impl/lamport_escaped.cuh`.
 const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
 /// Time between the places of an area's flags and their lengths. A call of a graph that was launched before may run

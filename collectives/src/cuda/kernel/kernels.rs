@@ -277,7 +277,7 @@ impl Kernels {
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
         // The kernel may start before the one before it on the stream has ended; its blocks wait for that end
-        // themselves (`begin_kernel` in `symmpool/ptx.cuh`).
+        // themselves (`begin_kernel` in `symmpool/impl/ptx.cuh`).
         let mut overlap = sys::CUlaunchAttribute {
             id:
                 sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,

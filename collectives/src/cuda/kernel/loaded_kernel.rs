@@ -1,5 +1,5 @@
 //! A kernel that is loaded on a device, with what its communicator may occupy. It may be loaded in two forms: one asks for a grant
-//! of SMs (`symmpool/sm_grant.cuh`), and the other one, for small grids, does not.
+//! of SMs (`symmpool/impl/sm_grant.cuh`), and the other one, for small grids, does not.
 
 use super::sm_budget::SmBudget;
 use crate::cuda::driver::api::Handle;

@@ -49,7 +49,7 @@ impl Work {
     }
 
     /// Where a rank's share of the input begins, and its length: its part of a reduce-scatter, or what `RankChunks` in
-    /// `symmpool/partition.cuh` computes.
+    /// `symmpool/impl/partition.cuh` computes.
     pub(in crate::cuda) fn share(&self, rank: u32, world: u32) -> (u64, u64) {
         if self.stride > 0 {
             return (u64::from(rank) * self.stride, self.bytes);

@@ -4,7 +4,7 @@
 //! the kernel of another communicator cannot start, and ranks that began with different ones wait for each
 //! other until the timeout. So the communicators of a process that are on one device share it: one kernel at a
 //! time is wide, and has most SMs, and those of other communicators are narrow meanwhile. The device decides which
-//! one is wide when kernels begin (`symmpool/sm_grant.cuh`). Each rank decides that for itself: kernels of one call
+//! one is wide when kernels begin (`symmpool/impl/sm_grant.cuh`). Each rank decides that for itself: kernels of one call
 //! work together whatever their grids are.
 
 use std::cell::LazyCell;

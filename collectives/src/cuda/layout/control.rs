@@ -98,7 +98,7 @@ impl Control {
         self.data_end().wrapping_sub(self.ll)
     }
 
-    /// Where the departures of ranks lie, from the first handshake on: `departure` in `symmpool/comm.cuh`.
+    /// Where the departures of ranks lie, from the first handshake on: `departure` in `symmpool/impl/comm.cuh`.
     fn departures(world: u32) -> u64 {
         let ranks = u64::from(world);
         let row = 16 * (2 * ranks + 3);
@@ -127,7 +127,7 @@ impl Control {
     }
 
     /// The layout that kernels are launched with. Where ranks are not all linked directly, lines of 128 bytes may arrive in
-    /// parts: there is no room for any then, as kernels of programs ask for (`Ll128Channel` in `symmpool/channels.cuh`).
+    /// parts: there is no room for any then, as kernels of programs ask for (`Ll128Channel` in `symmpool/ll128_channel.cuh`).
     pub(in crate::cuda) fn for_links(&self, direct: bool) -> Self {
         Self { ll128_bytes: if direct { self.ll128_bytes } else { 0 }, ..*self }
     }
@@ -157,7 +157,7 @@ impl Control {
     }
 
     /// Bytes that a sender may leave in a rank's scratch, in whole cache lines: `scratch_vectors` in
-    /// `symmpool/comm.cuh`.
+    /// `symmpool/impl/comm.cuh`.
     pub(in crate::cuda) fn scratch_room(&self, world: u32) -> u64 {
         self.scratch_bytes / u64::from(world.max(2) - 1) / 128 * 128
     }
@@ -199,7 +199,7 @@ impl Control {
     }
 
     /// Bytes that a sender may put into a rank's escaped Lamport inbox: `EscapedSlot::length` in
-    /// `protocol/lamport_escaped.cuh`.
+    /// `symmpool/impl/lamport_escaped.cuh`.
     pub(in crate::cuda) fn escaped_slot(&self, world: u32) -> u64 {
         self.escaped_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM
     }
@@ -276,7 +276,7 @@ mod tests {
             }
             // All that lies below the escaped inbox is filled with zeros (`CudaEngine::prepare`).
             assert!(control.channels < control.escaped && control.escaped < control.lamport);
-            // The slot is as long as that of `protocol/lamport_escaped.cuh`, which divides the inbox among the peers.
+            // The slot is as long as that of `symmpool/impl/lamport_escaped.cuh`, which divides the inbox among the peers.
             let (slot, peers) = (control.escaped_slot(world), u64::from(world.max(2) - 1));
             assert!(slot.is_multiple_of(ITEM) && slot * peers <= footprint.escaped);
             assert!((slot + ITEM) * peers > footprint.escaped);

@@ -26,7 +26,7 @@ const MAX_READS: usize = 4096;
 const MAX_SOURCES: usize = 64;
 /// Flags that a rank raises on one peer at most: kernels pack their numbers into 12 bits.
 const MAX_FLAGS: u32 = 1 << 12;
-/// Flags of peer blocks that the control block has for each index and rank: `FLAG_KINDS` in `symmpool/peer_blocks.cuh`.
+/// Flags of peer blocks that the control block has for each index and rank: `FLAG_KINDS` in `symmpool/impl/peer_blocks.cuh`.
 const FLAG_KINDS: u32 = 4;
 /// A stage has about a fourth of what a block has in all, but no fewer vectors than this, unless scratch has less room:
 /// what flags cost would show.
