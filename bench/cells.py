@@ -30,8 +30,8 @@ def recorded(name, places=ANY):
 
 #: Columns in which more than 1 says that ours is faster than the peer.
 RATIOS = (
-    "best peer / ours",
-    "best peer / symmpool",
+    "best contender / ours",
+    "best contender / symmpool",
     "NCCL / symmpool",
     "NCCL / on torch's memory",
     "symmpool / NCCL",

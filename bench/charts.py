@@ -103,7 +103,7 @@ def panel(at, title, report, entries, sizes, times):
         out.append(f'<polyline class="line {colour}" points="{line}"{dashed}/>')
         out += [marker(shape, x, y, colour) for x, y in points]
     out.append(text((left + right) / 2, bottom + 38, "bytes of a rank's input, bf16", anchor="middle"))
-    out.append(text(left, bottom + 62, "time of the fastest peer / time of symmpool:", "small"))
+    out.append(text(left, bottom + 62, "time of the fastest contender / time of symmpool:", "small"))
     end = 0
     for entry in entries:
         best, ours = tables_gpu.best_peer(report, entry)[0], entry["figures"].get("ours", {}).get("us")

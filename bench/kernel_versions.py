@@ -16,7 +16,7 @@ KERNELS_OF = {
     "overlap": ("all_reduce", "all_to_all", "broadcast"),
     "experts": ("experts",),
     "fused": ("fused",),
-    # Its programs are compiled with `symmpool/plan.cuh`.
+    # Its programs are compiled with `symmpool/impl/plan.cuh`.
     "cuda_collectives": ("all_reduce", "symmpool"),
     "training": ("all_reduce", "all_to_all", "broadcast", "fused"),
     "tensor_parallel": ("all_reduce",),
@@ -30,7 +30,7 @@ def kernel_versions(*roots):
     """Returns the versions of the kernels in the folders of these, as `symmpool._symmpool.built()` does:
     by each folder's name, the CRC-32 of the paths and texts of its files and of the files that they
     include."""
-    files = {str(path.relative_to(root)): path for root in roots for path in Path(root).glob("*/*.cu*")}
+    files = {str(path.relative_to(root)): path for root in roots for path in Path(root).glob("*/**/*.cu*")}
     texts = {name: path.read_text() for name, path in sorted(files.items())}
 
     def with_headers(path):

@@ -34,7 +34,7 @@ def host_table(operation, results="host"):
                 f"{best / entry['ours_us']:.2f}" if best else "-",
             ]
         )
-    return table([*head, "best peer / ours"], rows)
+    return table([*head, "best contender / ours"], rows)
 
 
 def all_reduce():
@@ -62,7 +62,7 @@ def all_to_all_busy_cores():
 
 
 def all_to_all_v():
-    """Our time and the best peer's for each matrix, a column for each size; empty if it was not measured."""
+    """Our time and the best contender's for each matrix, a column for each size; empty if not measured."""
     if not (RESULTS / "host_matrices.json").exists():
         return ""
     entries = load("host_matrices")
@@ -81,7 +81,7 @@ def all_to_all_v():
     head = ["ranks", "matrix", *map(size, sizes)]
     cells = [[*key, *[cell(row.get(n)) for n in sizes]] for key, row in rows.items()]
     ratios = [each.rsplit(" ", 1)[-1] for row in cells for each in row[2:]]
-    return f"{table(head, cells)}\n\nBest peer / ours: {score(ratios)}."
+    return f"{table(head, cells)}\n\nBest contender / ours: {score(ratios)}."
 
 
 def messages():
@@ -115,7 +115,7 @@ def first_calls():
     versions = report["versions"]
     where = f"{report['device']}, torch {versions['torch']}, {report['measured_at'][:10]}"
     where += f", load {report['load']:.1f} before" + ", with priority over it" * report["has_priority"]
-    head = ["what", "ranks", "symmpool ms", "gloo ms", "best peer / ours"]
+    head = ["what", "ranks", "symmpool ms", "gloo ms", "best contender / ours"]
     return f"{where}:\n\n{table(head, rows)}"
 
 

@@ -96,7 +96,7 @@ def timed(figures, name):
 
 
 def best_peer(report, entry):
-    """(time, name) of the fastest peer; (None, None) where none has a time."""
+    """(time, name) of the fastest contender; (None, None) where none has a time."""
     figures = entry["figures"]
     times = [(figures[name]["us"], name) for name in peers_of(report) if name in figures]
     return min(times, default=(None, None))
@@ -127,7 +127,7 @@ def all_reduce(places):
             ]
         )
     bar = ["bar us"] if bars else []
-    head = ["bytes", "symmpool us", *bar, "busbw GB/s", *peers, "best peer / ours"]
+    head = ["bytes", "symmpool us", *bar, "busbw GB/s", *peers, "best contender / ours"]
     return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
@@ -153,7 +153,7 @@ def all_to_all(places):
         )
     columns = [name.replace("ours", "symmpool") + " us" for name in names]
     columns += ["bar us"] if bars else []
-    head = ["matrix", "bytes", *columns, "bound / ours", "best peer / ours"]
+    head = ["matrix", "bytes", *columns, "bound / ours", "best contender / ours"]
     return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
@@ -171,7 +171,7 @@ def collectives(places):
         ratios = [ratio(best_peer(report, entry)[0], ours), ratio(nccl, ordinary)]
         rows.append([entry["operation"], size(entry["bytes"]), *times, *ratios])
     head = ["operation", "bytes", "symmpool us", "on torch's memory us", *[f"{name} us" for name in peers]]
-    head += ["best peer / symmpool" if len(peers) > 1 else "NCCL / symmpool", "NCCL / on torch's memory"]
+    head += ["best contender / symmpool" if len(peers) > 1 else "NCCL / symmpool", "NCCL / on torch's memory"]
     return f"{heading(place, report)}\n\n{table(head, rows)}"
 
 
@@ -471,7 +471,7 @@ def wrong_sums():
 
 
 def in_short(places):
-    """All-reduces and even all-to-alls, compared with the best peer of each, at a few sizes."""
+    """All-reduces and even all-to-alls, compared with the best contender of each, at a few sizes."""
     place, sums = recorded("allreduce", places)
     if sums is None:
         return not_measured("allreduce,alltoallv", places)
@@ -483,7 +483,7 @@ def in_short(places):
                 shown = f"{timed(entry['figures'], rival)}, {rival}" if rival else "-"
                 own = timed(entry["figures"], "ours")
                 rows.append([name, size(entry["bytes"]), own, shown, ratio(theirs, ours)])
-    head = ["operation", "bytes", "symmpool us", "best peer us", "best peer / ours"]
+    head = ["operation", "bytes", "symmpool us", "best contender us", "best contender / ours"]
     return f"{heading(place, sums)}\n\n{table(head, rows)}"
 
 

@@ -78,7 +78,7 @@ def experts(places, name="experts", bars=EXPERT_BARS, how=""):
     shape = report["options"]
     title = (
         f"Experts{how}: hidden {shape['hidden']}, {shape['top_k']} of {shape['experts']} experts a token; "
-        "peers are NCCL's collectives with the routing known"
+        "contenders are NCCL's collectives with the routing known"
     )
     return title, place, report, head, rows
 

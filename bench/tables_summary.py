@@ -1,4 +1,4 @@
-"""Tables that say in short what the others show: where we are ahead of the best peer, and where behind."""
+"""Tables that say in short what the others show: ahead of the best contender, and behind."""
 
 from cells import EQUAL, FOUR, TWO, exact, exists, load, recorded, size, table
 from tables_models import EXPERT_CASES, TRAINED
@@ -18,6 +18,7 @@ OPERATIONS = {
 PROGRAMS = (
     ("training", "fsdp", "ours", "training, FSDP2"),
     ("training", "ddp", "ours", "training, DDP"),
+    ("training", "tp", "ours", "training, tensor and sequence parallel"),
     ("training_compiled", "tp_compiled", "ours fused", "training, tensor parallel, compiled and fused"),
     ("training", "decode_graph", "ours", "decoding, tensor parallel, in a CUDA graph"),
     ("decoding_compiled", "decode_compiled", "ours fused", "the same, compiled and fused"),
@@ -25,7 +26,7 @@ PROGRAMS = (
 
 
 def ratio_of(figures, ours, peers):
-    """How many times as long as ours the best peer takes; nothing where one of them has no time."""
+    """How many times as long as ours the best contender takes; nothing where one of them has no time."""
     times = [figures[name]["us"] for name in peers if name in figures]
     return min(times) / figures[ours]["us"] if times and ours in figures else None
 
@@ -217,7 +218,7 @@ def summary():
 
 
 def behind():
-    """Everything in which the best peer is faster, the farthest first."""
+    """Everything in which the best contender is faster, the farthest first."""
     rows = []
     for what, _, where, page, measured in benchmarks():
         found = {cell: each for cell, each in measured.items() if each < 1 - EQUAL}

@@ -166,7 +166,7 @@ def figures(**times):
 
 
 def test_tables_of_gpus_are_of_four_where_that_is_recorded(recorded):
-    head = "| bytes | symmpool us | busbw GB/s | NCCL | best peer / ours |"
+    head = "| bytes | symmpool us | busbw GB/s | NCCL | best contender / ours |"
     assert "Not measured yet: `bench/record_gpu --ranks 4" in tables_gpu.all_reduce(tables_gpu.ANY)
     for world, ours in ((2, 8.0), (4, 10.0)):
         results = [
@@ -354,8 +354,8 @@ def test_a_picture_has_a_curve_for_each_contender_and_names_its_machine(recorded
 
 def test_a_table_counts_where_ours_is_ahead_equal_and_behind():
     rows = [[1, "1.03"], [2, "1.02"], [3, "0.98"], [4, "0.97"], [5, "-"], [6, "1,234.00"]]
-    made = cells.table(["bytes", "best peer / ours"], rows)
-    counted = "`best peer / ours`: ahead in 2 of 5 cells, equal (within 2%) in 2, behind in 1."
+    made = cells.table(["bytes", "best contender / ours"], rows)
+    counted = "`best contender / ours`: ahead in 2 of 5 cells, equal (within 2%) in 2, behind in 1."
     assert made.endswith(f"\n\n{counted}")
     assert cells.table(["bytes", "bound / ours"], rows).endswith("1,234.00 |")
 

@@ -20,7 +20,8 @@
 //! | `addresses` | the same calls on addresses |
 //! | `p2p` | `send` and `recv` between two ranks |
 //! | `registry` | the algorithms |
-//! | `choice` | which algorithm a call takes |
+//! | `decision` | which algorithm a call takes |
+//! | `memory` | what a communicator holds |
 //! | `call_lock` | what one call at a time may use |
 //! | `decline` | calls whose arguments are wrong |
 //! | `channel_set` | channels beside those of a communicator |
@@ -238,9 +239,9 @@ impl Communicator {
     }
 
     /// Sends part `r` of `input` to rank `r`, where it becomes part `rank` of `out`. Both have the
-    /// same length, a multiple of the number of ranks. On devices, where so much leaves a rank that
-    /// copy engines carry it (48 MiB or more, in parts of 16 or more), outputs that are windows lie
-    /// at one offset on all ranks ([`Copy`](crate::AllToAllAlgorithm::Copy)); `is_diverged` where they do not.
+    /// same length, a multiple of the number of ranks. On devices, where so much leaves a rank that copy engines carry
+    /// it (48 MiB or more between two ranks, and 7 MiB more for each further rank, in parts of 16 or more), outputs that
+    /// are windows lie at one offset on all ranks ([`Copy`](crate::AllToAllAlgorithm::Copy)); `is_diverged` where they do not.
     pub fn all_to_all_into<T: Element>(
         &self,
         out: &Block<T>,

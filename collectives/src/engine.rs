@@ -58,7 +58,9 @@ pub(crate) trait Engine: Send {
     /// Declines the call, so that the other ranks get an error too. Returns why.
     fn decline(&mut self, why: Error, stream: &Stream) -> Error;
 
-    /// Declines the call, and fails the communicator on this rank, which makes no further call. Waits for no other rank.
+    /// Declines the call where ranks may have come to different calls, and waits for no other rank. In host memory the
+    /// communicator fails on this rank. On a device it fails when the handshake finds that ranks differ: if all ranks decline
+    /// the call, it stays usable.
     fn decline_and_fail(&mut self, why: Error, stream: &Stream) -> Error;
 
     /// Fails the communicator where work that belongs to a call failed behind its handshake. Returns why.

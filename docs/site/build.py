@@ -21,6 +21,7 @@ DOCUMENTS = (
     "CONTRIBUTING.md",
     "docs/**/*.md",
     "examples/README.md",
+    "collectives/kernels/symmpool/README.md",
     "docs/pictures/*",
 )
 CRATES = ("symmpool_allocator", "symmpool_collectives")

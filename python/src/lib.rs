@@ -3,8 +3,11 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `group`, `pool`, `communicator` | the classes of these names |
+//! | `communicator_methods`, `explanation` | the methods of a communicator, and its `explain` |
+//! | `channels` | the class `Channels`: channels of their own |
+//! | `fork_guarded` | objects that belong to the process that made them |
 //! | `algorithm` | algorithms: the built-in ones, and those that a program brought along |
-//! | `fused` | all-reduces with a residual and a norm |
+//! | `fused`, `matmul` | all-reduces with a residual and a norm; the steps of fused matmuls |
 //! | `selection` | functions of a program that choose algorithms |
 //! | `statistics` | the numbers of pools and communicators |
 //! | `experts` | buffers for dispatch to experts and combine |
@@ -13,9 +16,11 @@
 //! | `process` | the allocator under all of torch's |
 //! | `bell` | how a thread waits for calls that nobody else makes first |
 //! | `block` | memory of a pool, as Python objects and DLPack consumers hold it |
+//! | `memory`, `record_stream` | a block that Python objects hold; memory that a stream uses, of whatever object |
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
-//! | `arguments` | what calls of a communicator are given, checked |
+//! | `arguments`, `checks` | what calls of a communicator are given, checked, also before there is one |
+//! | `stream`, `mark` | the streams of calls, and positions on them |
 //! | `options`, `p2p`, `one_sided` | a communicator's options, its messages, its copies and signals |
 //! | `outer`, `pool_store` | what carries data between hosts, and how its ranks meet |
 //! | `mailbox` | messages of pairs of ranks, which need no communicator |
@@ -24,11 +29,12 @@
 //! | `number` | counts, ranks, addresses and times, or which argument is none |
 //! | `tensor`, `ndarray` | where tensors of torch and arrays of numpy lie, read cheaply |
 //! | `reading` | what that gives: addresses, counts and types, or why it is refused |
-//! | `convert` | names of types, algorithms and devices |
+//! | `convert`, `name` | names of types, algorithms and devices; names that callers give |
 //! | `operation` | names of reductions, and torch's constants for them |
 //! | `store` | a store of torch's, as the allocator wants it |
 //! | `site` | which line of the program a call comes from |
 //! | `machine` | what this machine has, for the doctor |
+//! | `torch`, `written` | questions to torch, and reports to autograd of which tensors calls write to |
 //! | `errors` | the package's exceptions |
 //!
 //! Nothing here decides or waits by itself. The interpreter's lock is released around every call

@@ -99,7 +99,18 @@ __version__ = version()
 
 
 # Modules that a program need not import: they are imported where they are first named. Some need torch.
-_LAZY = ("backend", "doctor", "engines", "experts", "fused", "handle", "language", "ops")
+_LAZY = (
+    "backend",
+    "deep_ep",
+    "doctor",
+    "engines",
+    "experts",
+    "fused",
+    "handle",
+    "language",
+    "ops",
+    "symmetric_memory",
+)
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 PAGES = ["README.md", "CONTRIBUTING.md", "examples/README.md", "python/README.md"]
+PAGES += ["collectives/kernels/symmpool/README.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 
 #: What blocks may be: each kind has tests.

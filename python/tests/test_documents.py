@@ -42,7 +42,7 @@ def run(program, file, folder):
         subprocess.Popen(
             [sys.executable, file],
             cwd=folder,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -217,7 +217,8 @@ def check_command(words):
     elif program == "cargo":
         check_cargo(words)
     elif program == "pip":
-        assert rest[0] == "install" and all((ROOT / word).exists() for word in rest if "/" in word), words
+        places = [ROOT / word for word in rest if word == "." or "/" in word]
+        assert rest[0] == "install" and all((place / "pyproject.toml").exists() for place in places), words
     elif program in ("srun", "mpirun", "mpiexec"):
         # `python/tests/packages` runs those of MPI.
         assert rest[-2] == "python" and rest[-1] in MADE, words
@@ -230,6 +231,9 @@ def check_command(words):
             assert files and all((ROOT / word).exists() for word in files), words
         elif rest[1] == "sglang.launch_server":
             assert "--model-path" in rest, words
+        elif rest[1] == "vllm.entrypoints.openai.api_server":
+            # `python/tests/engines` runs it.
+            assert rest[2:4] == ["--model", "MODEL"], words
         elif TORCH:
             check_module(rest[1:])
     elif program == "torchrun":
@@ -274,6 +278,7 @@ def test_commands_name_what_is_there(place, line):
         "target/release/examples/cuda_check",
         "python -m pytest python/tests/test_no_such.py",
         "pip install ./no_such",
+        "pip install .",
         "bench/no_such",
         "torchrun --nproc-per-node 2 examples/no_such.py",
     ],

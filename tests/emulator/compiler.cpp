@@ -71,8 +71,8 @@ int compile(Program& program, const std::vector<std::string>& options) {
     for (const auto& [name, text] : program.headers) {
         std::filesystem::create_directories(std::filesystem::path(at + name).parent_path());
         // The emulator has its own instructions of the device.
-        const bool is_own = name == "symmpool/ptx.cuh" || name == "symmpool/ptx_tensor.cuh";
-        write(at + name, is_own ? text_of(EMULATOR_FOLDER + name.substr(name.find('/'))) : text);
+        const bool is_own = name == "symmpool/impl/ptx.cuh" || name == "symmpool/impl/ptx_tensor.cuh";
+        write(at + name, is_own ? text_of(EMULATOR_FOLDER + name.substr(name.rfind('/'))) : text);
     }
     std::string source = "#include \"" EMULATOR_FOLDER "/device.h\"\n#line 1 \"" + program.name + "\"\n";
     source += program.source + "\n";

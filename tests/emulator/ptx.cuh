@@ -1,4 +1,4 @@
-//! Replacements of `collectives/kernels/symmpool/ptx.cuh` for kernels: the same functions on a CPU. A thread lets
+//! Replacements of `collectives/kernels/symmpool/impl/ptx.cuh` for kernels: the same functions on a CPU. A thread lets
 //! others run before it reads memory that they may write.
 
 #pragma once

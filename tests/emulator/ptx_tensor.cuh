@@ -1,9 +1,9 @@
-//! Replacements of `collectives/kernels/symmpool/ptx_tensor.cuh` for kernels: the same functions on a CPU. Copies and
+//! Replacements of `collectives/kernels/symmpool/impl/ptx_tensor.cuh` for kernels: the same functions on a CPU. Copies and
 //! products are done when they begin; one that would wait for ever, or does not fit, ends the process.
 
 #pragma once
 
-#include <symmpool/types.cuh>
+#include <symmpool/impl/types.cuh>
 
 namespace symmpool {
 

@@ -67,7 +67,7 @@ fn kernels() -> BTreeSet<String> {
 /// Whether a file, or one that it includes, has memory of a block.
 fn shares_memory(file: &str, seen: &mut BTreeSet<String>) -> bool {
     // Its memory is that of forms that share SMs, which no family runs.
-    if file == "symmpool/sm_grant.cuh" || !seen.insert(file.to_owned()) {
+    if file == "symmpool/impl/sm_grant.cuh" || !seen.insert(file.to_owned()) {
         return false;
     }
     let places = FOLDERS.map(|folder| Path::new(folder).join(file));

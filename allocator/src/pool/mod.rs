@@ -1,6 +1,6 @@
 //! The public interface: a pool of symmetric memory, its lanes, blocks and commits.
 //!
-//! Start with `lane` and `commit`. The hardest files are `share`, where all ranks map new memory or none
+//! Start with `lane` and `commit`. The hardest files are `exchange_segments`, where all ranks map new memory or none
 //! does, and `resync`.
 //!
 //! | file | holds |
@@ -14,7 +14,7 @@
 //! | `block` | an allocated range, owned by the caller |
 //! | `access` | copies between blocks and ordinary memory |
 //! | `commit` | the collective step that compares ranks and makes windows |
-//! | `share` | mapping new segments on all ranks or none: part of a commit |
+//! | `exchange_segments` | mapping new segments on all ranks or none: part of a commit |
 //! | `committer` | the state of commits: connections, and whether ranks are still alike |
 //! | `commit_guard` | what a commit locks while it runs |
 //! | `background` | a commit in a background thread, which reports a failure of this rank |
@@ -22,6 +22,7 @@
 //! | `early_handles` | segments' descriptors that are made before their commit, if that takes long |
 //! | `host_barrier` | ranks that wait for each other, of which any may leave again |
 //! | `nccl_windows` | registering windows with NCCL |
+//! | `on_device` | how many pools this process has on each device |
 //! | `on_host` | the ranks of one host among themselves |
 //! | `nested` | pools of some of another pool's ranks, which are made without a word to the others |
 //! | `resync` | returning to a common state after a divergence |

@@ -7,6 +7,7 @@
 //! | `misuse` | bad arguments, wrong owners and calls at the wrong time give typed errors that say what to do |
 //! | `settings` | ranks with different settings, and stores that cannot be used |
 //! | `divergence` | programs that break symmetry learn where |
+//! | `ranks` | none: it runs ranks, and makes the kinds of memory that they use |
 //! | `properties` | random programs: the same placement on every rank, and memory that holds what was written |
 
 mod divergence;

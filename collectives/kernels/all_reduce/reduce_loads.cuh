@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <symmpool/partition.cuh>
+#include <symmpool/impl/partition.cuh>
 #include <symmpool/reduce.cuh>
 
 namespace symmpool {

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <symmpool/copy.cuh>
+#include <symmpool/impl/copy.cuh>
 
 #include "all_to_all/traffic.cuh"
 #include "all_to_all/work_assignment.cuh"

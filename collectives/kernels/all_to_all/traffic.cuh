@@ -5,7 +5,7 @@
 #pragma once
 
 #include <all_to_all/traffic_layout.cuh>
-#include <symmpool/peer_blocks.cuh>
+#include <symmpool/impl/peer_blocks.cuh>
 
 namespace symmpool {
 

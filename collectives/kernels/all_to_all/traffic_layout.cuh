@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <symmpool/types.cuh>
+#include <symmpool/impl/types.cuh>
 
 namespace symmpool {
 

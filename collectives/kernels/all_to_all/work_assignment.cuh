@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include <symmpool/partition.cuh>
+#include <symmpool/impl/partition.cuh>
 
-#include "protocol/lamport_escaped.cuh"
+#include "symmpool/impl/lamport_escaped.cuh"
 
 namespace symmpool {
 

@@ -1,7 +1,7 @@
 //! A barrier: the handshake of a call that has nothing else. Defines: WORLD, THREADS; NOTIFY_COMPANION: whether (1) or
 //! not (0) a companion kernel is notified that all ranks have entered.
 
-#include <symmpool/companion.cuh>
+#include <symmpool/impl/companion.cuh>
 
 using namespace symmpool;
 

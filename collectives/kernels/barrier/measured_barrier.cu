@@ -1,6 +1,6 @@
 //! A barrier that measures how long this rank waits for each peer. Defines: WORLD, THREADS, at least a warp for each rank.
 
-#include <symmpool/handshake.cuh>
+#include <symmpool/impl/handshake.cuh>
 
 using namespace symmpool;
 

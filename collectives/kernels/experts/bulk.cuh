@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <symmpool/peer_blocks.cuh>
+#include <symmpool/impl/peer_blocks.cuh>
 
 namespace symmpool {
 

@@ -6,7 +6,7 @@
 #pragma once
 
 #include <experts/work.cuh>
-#include <protocol/lamport_escaped.cuh>
+#include <symmpool/impl/lamport_escaped.cuh>
 
 namespace symmpool {
 

@@ -8,8 +8,8 @@
 #pragma once
 
 #include <experts/work_layout.cuh>
-#include <symmpool/peer_blocks.cuh>
-#include <symmpool/vector.cuh>
+#include <symmpool/impl/peer_blocks.cuh>
+#include <symmpool/impl/vector.cuh>
 
 namespace symmpool {
 

@@ -10,7 +10,7 @@
 #pragma once
 
 #include <fused/matmul_tiles.cuh>
-#include <symmpool/handshake.cuh>
+#include <symmpool/impl/handshake.cuh>
 
 namespace symmpool {
 

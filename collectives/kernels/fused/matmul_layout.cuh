@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include <symmpool/ptx_tensor.cuh>
-#include <symmpool/types.cuh>
+#include <symmpool/impl/ptx_tensor.cuh>
+#include <symmpool/impl/types.cuh>
 
 namespace symmpool {
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <fused/matmul_work.cuh>
-#include <symmpool/types.cuh>
+#include <symmpool/impl/types.cuh>
 
 namespace symmpool {
 

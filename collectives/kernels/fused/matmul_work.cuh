@@ -4,7 +4,7 @@
 
 #include <fused/matmul_layout.cuh>
 #include <fused/stages.cuh>
-#include <symmpool/comm.cuh>
+#include <symmpool/impl/comm.cuh>
 
 namespace symmpool {
 

@@ -15,7 +15,7 @@
 #pragma once
 
 #include <fused/norm_layout.cuh>
-#include <symmpool/comm.cuh>
+#include <symmpool/impl/comm.cuh>
 #include <symmpool/reduce.cuh>
 
 namespace symmpool {

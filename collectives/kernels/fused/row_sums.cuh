@@ -4,7 +4,7 @@
 #pragma once
 
 #include "fused/norm.cuh"
-#include "protocol/inbox.cuh"
+#include "symmpool/impl/inbox.cuh"
 
 namespace symmpool {
 

@@ -1,9 +1,9 @@
 //! How a product of few rows is added up over all ranks: vectors of this rank's lie in the call's output, and those of its peers
-//! come to the inbox. Defines: those of `protocol/inbox.cuh`, and OP.
+//! come to the inbox. Defines: those of `symmpool/impl/inbox.cuh`, and OP.
 
 #pragma once
 
-#include <protocol/inbox.cuh>
+#include <symmpool/impl/inbox.cuh>
 #include <symmpool/reduce.cuh>
 
 namespace symmpool {

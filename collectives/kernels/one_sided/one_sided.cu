@@ -9,7 +9,7 @@
 //! signals is written by that peer alone, the other counts by this rank alone. The host sees to it that the counts of
 //! one peer and channel are used by one kernel at a time.
 
-#include <symmpool/copy.cuh>
+#include <symmpool/impl/copy.cuh>
 
 using namespace symmpool;
 

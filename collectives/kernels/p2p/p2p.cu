@@ -16,14 +16,14 @@
 //!
 //! Where payloads differ, the receiver fails, and departs from all ranks: their waits for its messages, its signals and its
 //! calls end. It marks no handshake as failed: which call is under way it cannot know. A call of its own that is under way
-//! does so when it misses something (`symmpool/comm.cuh`). So none waits for a rank that has failed, and none misses what that rank
+//! does so when it misses something (`symmpool/impl/comm.cuh`). So none waits for a rank that has failed, and none misses what that rank
 //! had finished before.
 //!
 //! The words of the call's description are the message's payload, where the
 //! words of this file begin in the control block, the bytes of a slot, and the bytes of a stripe. The call's `stride` is
 //! where the slots begin in the control block, its `root` the peer, and its `peer_blocks` the bytes of a chunk.
 
-#include <symmpool/copy.cuh>
+#include <symmpool/impl/copy.cuh>
 
 using namespace symmpool;
 

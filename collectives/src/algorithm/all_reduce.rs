@@ -4,7 +4,7 @@
 /// programs use.
 macro_rules! all_reduces {
     ($($(#[$about:meta])* $name:ident = $code:literal, $text:literal;)+) => {
-        /// The algorithm of an all-reduce. Results have the same bits with each of them (rule S7).
+        /// The algorithm of an all-reduce. Results have the same bits with each of them on one host (rule S7).
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[repr(u8)]
         pub enum AllReduceAlgorithm {
@@ -29,9 +29,11 @@ all_reduces! {
     /// Chosen by links, size, number of ranks and kind of memory.
     #[default]
     Auto = 0, "auto";
-    /// Every rank reduces everything, through scratch.
+    /// Every rank reduces everything: in host memory through scratch, on devices by the first of the `OneShot...` forms that can
+    /// serve the call.
     OneShot = 1, "one_shot";
-    /// Every rank reduces a share and gives the result to the others.
+    /// Every rank reduces a share and gives the result to the others; on devices by the first of the `TwoShot...` forms that can
+    /// serve the call.
     TwoShot = 2, "two_shot";
     /// On devices: one shot, in the LL protocol, whose vectors of 16 bytes are half flags. Any type; fastest
     /// for a few KiB.
@@ -55,8 +57,8 @@ all_reduces! {
     /// 128 bytes have 8 bytes of flags. Any type; fastest from some tens to some hundreds of KiB, for types
     /// that the Lamport protocol does not carry.
     OneShotLl128 = 11, "one_shot_ll128";
-    /// On devices: two shots by copy engines, with kernels that reduce between them, into outputs that are windows,
-    /// from 1 MiB. Fastest from some hundreds of MiB. Copies that were submitted to copy engines cannot be cancelled:
+    /// On devices: two shots by copy engines, with kernels that reduce between them, from 1 MiB: into windows, or
+    /// into ordinary memory where each rank has a device of its own with several queues. Fastest from some hundreds of MiB. Copies that were submitted to copy engines cannot be cancelled:
     /// if the call fails, the content of its output is undefined on every rank, also on ranks that did not make the
     /// call.
     TwoShotCopy = 12, "two_shot_copy";

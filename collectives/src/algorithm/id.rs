@@ -47,7 +47,8 @@ impl AlgorithmId {
         self.0
     }
 
-    /// The built-in algorithm of this name, of host memory or of devices.
+    /// The built-in algorithm of this name, of host memory or of devices. Collectives but the all-reduce share one list of names,
+    /// whether or not each has such an algorithm.
     pub(crate) fn named(collective: StandardCollective, name: &str) -> Option<Self> {
         if collective == StandardCollective::AllReduce {
             return AllReduceAlgorithm::named(name).map(Self::of_all_reduce);
@@ -55,7 +56,7 @@ impl AlgorithmId {
         NAMES.iter().find(|(each, _)| *each == name).map(|(_, id)| *id)
     }
 
-    /// Its name as an algorithm of that collective, if it is one.
+    /// The name of this number, in the all-reduces' list or in that of all other collectives.
     pub(crate) fn name(self, collective: StandardCollective) -> Option<&'static str> {
         if collective == StandardCollective::AllReduce {
             return self.all_reduce().map(AllReduceAlgorithm::name);

@@ -1,5 +1,5 @@
-//! The call description: what a rank calls, in the four words that travel with its handshake signal, and their
-//! digest, which ranks compare (rule S6).
+//! The call description: what a rank calls, in the four words that travel with its handshake signal (rule S6). Devices
+//! compare the words, host memory their digest.
 //!
 //! | module | holds |
 //! | --- | --- |
@@ -132,7 +132,8 @@ impl Call {
         self
     }
 
-    /// Describes the requested algorithm by its number, which is the operation's own; 0 is the automatic choice.
+    /// Describes the requested algorithm by its number ([`AlgorithmId`]: all-reduces have one set of numbers, and all other
+    /// collectives another one); 0 is the automatic choice.
     #[inline]
     pub(crate) fn algorithm(self, id: AlgorithmId) -> Self {
         self.algorithm_code(id.code())

@@ -47,9 +47,9 @@ pub struct CommunicatorOptions {
     /// than 768 KiB of all ranks together (256 where integers or `f64` are reduced, or an algorithm is named), an all-to-all,
     /// of experts, or by an algorithm that a program brings along. That call waits on the host until every rank has come to
     /// it, and commits. So you must see to it that no rank waits there for what another rank does after its own first such
-    /// call. It takes none while a stream is captured: such calls go in more pieces, in that graph for good, and until it has grown
-    /// ranks capture them all or none. Nor do any ranks take memory where one of their devices has no room: it is tried again
-    /// after 2, 4, 8, ... such calls. No effect where anything else says how much memory there is (`device_memory_bytes`, an
+    /// call. A captured first large call takes the memory as well: it waits on the host, up to the timeout, until every rank
+    /// captures that call. So all ranks must capture it, or none. No rank takes memory where one of their devices has no room:
+    /// it is tried again after 2, 4, 8, ... such calls. No effect where anything else says how much memory there is (`device_memory_bytes`, an
     /// inbox, scratch, the environment). Default false. The same on every rank.
     pub device_memory_grows: bool,
     /// On a device: bytes of each of the three parts of an inbox, which holds what ranks send each
@@ -58,7 +58,7 @@ pub struct CommunicatorOptions {
     pub device_inbox_bytes: Option<u64>,
     /// On a device: bytes of scratch, where the data of large calls waits to be reduced. A multiple of 4096, at least
     /// 1 MiB. Larger calls take stages or rounds. Default: what the other parts of the memory leave, about a third;
-    /// with less than a third of the memory, a quarter of the scratch is for send and recv.
+    /// room for send and recv comes on top, at most a quarter as many bytes where this is given.
     pub device_scratch_bytes: Option<u64>,
     /// On a device: how many communicators may have calls under way there at once, on several streams; 1 to 16.
     /// A kernel stays resident on the device while it waits for a peer. If it occupies the whole device, another

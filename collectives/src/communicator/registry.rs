@@ -84,8 +84,8 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// `is_invalid_argument` if it is for another number of ranks, or another algorithm has its name here, a built-in one
-    /// of its collective or one that was registered.
+    /// `is_invalid_argument` if it is for another number of ranks, or another algorithm has its name here: one that
+    /// was registered, or a built-in one. Built-in algorithms of all collectives but the all-reduce share one list of names.
     pub fn register(&self, algorithm: Algorithm) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let made_for = match algorithm.source() {
@@ -106,7 +106,7 @@ impl Communicator {
         let standard = StandardCollective::named(algorithm.collective());
         if standard.is_some_and(|of| AlgorithmId::named(of, algorithm.name()).is_some()) {
             return Err(Error::invalid_argument(format!(
-                "{algorithm:?} on rank {rank}: a built-in algorithm has this name; give it a name of its own"
+                "{algorithm:?} on rank {rank}: the name is reserved for built-in algorithms; give it a name of its own"
             )));
         }
         let mut registered = self.registry.lock();

@@ -66,7 +66,8 @@ impl Engine for CudaEngine {
         CudaEngine::decline(self, why, *stream)
     }
 
-    /// A kernel waits and not the host. If it finds an error, that fails the communicator.
+    /// A kernel waits and not the host. If its handshake finds that ranks differ, that fails the communicator on all of them, so
+    /// nothing that ranks saw differently can follow.
     fn decline_and_fail(&mut self, why: Error, stream: &Stream) -> Error {
         CudaEngine::decline(self, why, *stream)
     }

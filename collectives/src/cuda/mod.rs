@@ -5,7 +5,7 @@
 //! | room | holds |
 //! | --- | --- |
 //! | `driver` | the functions of the CUDA driver library that this module calls, and words of pinned memory |
-//! | `layout` | what kernels are given, laid out as in `symmpool/comm.cuh`; the control block, records of failures |
+//! | `layout` | what kernels are given, laid out as in `symmpool/impl/comm.cuh`; the control block, records of failures |
 //! | `kernel` | what kernels are compiled for, their loading and launch, and how much of a device they may occupy |
 //! | `all_reduce`, `reduce_scatter`, `all_to_all`, `all_gather`, `broadcast` | their algorithms: kernels, launches, constraints, and the calls that check them |
 //! | `select` | the tables of built-in algorithms, and which of them serves a call |

@@ -82,14 +82,14 @@ mod tests {
     fn headers_come_with_what_they_include_themselves() {
         assert_eq!(names("int x;  // includes nothing"), [""; 0]);
         assert_eq!(names("#include <stdint.h>"), [""; 0]);
-        let types = names("#include <symmpool/types.cuh>");
-        assert!(types.contains(&"symmpool/types.cuh"), "{types:?}");
+        let types = names("#include <symmpool/impl/types.cuh>");
+        assert!(types.contains(&"symmpool/impl/types.cuh"), "{types:?}");
         let device = names("  #  include\t\"symmpool/device.cuh\"\n");
         for name in [
             "symmpool/device.cuh",
-            "symmpool/channels.cuh",
-            "protocol/ll128.cuh",
-            "symmpool/ptx.cuh",
+            "symmpool/ll128_channel.cuh",
+            "symmpool/impl/ll128.cuh",
+            "symmpool/impl/ptx.cuh",
         ] {
             assert!(device.contains(&name), "{device:?}");
         }
@@ -101,11 +101,11 @@ mod tests {
     #[test]
     fn a_source_that_may_include_anything_gets_all() {
         for source in [
-            "#define NAME <symmpool/types.cuh>\n#include NAME",
-            "#\\\ninclude <symmpool/types.cuh>",
-            "# /* why */ include <symmpool/types.cuh>",
-            "#if __has_include(<symmpool/types.cuh>)\n#endif",
-            "#include <symmpool/types.cuh",
+            "#define NAME <symmpool/impl/types.cuh>\n#include NAME",
+            "#\\\ninclude <symmpool/impl/types.cuh>",
+            "# /* why */ include <symmpool/impl/types.cuh>",
+            "#if __has_include(<symmpool/impl/types.cuh>)\n#endif",
+            "#include <symmpool/impl/types.cuh",
             "#include",
         ] {
             assert_eq!(headers_of(source).len(), HEADERS.len(), "{source:?}");

@@ -6,6 +6,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `mod` | compiling a variant of a kernel, through the caches in memory and on disk |
+//! | `includes` | which headers a kernel includes |
 //! | `sources` | the kernels and headers |
 //! | `arch` | which machine code a device runs |
 //! | `search` | where NVRTC may be |

@@ -7,12 +7,12 @@ use std::cmp::Ordering;
 pub(crate) struct Kernel<'a> {
     /// The file's name without the ending.
     pub(crate) name: &'a str,
-    /// The file below `collectives/kernels`, or what the compiler calls it in its messages.
+    /// The file below `collectives/kernels` or `collectives/src/cuda`, or what the compiler calls it in its messages.
     pub(crate) path: &'a str,
     /// The entry point.
     pub(crate) entry: &'a str,
     pub(crate) source: &'a str,
-    /// Whether its blocks ask for a grant where communicators share SMs (`symmpool/sm_grant.cuh`).
+    /// Whether its blocks ask for a grant where communicators share SMs (`symmpool/impl/sm_grant.cuh`).
     pub(crate) asks_for_blocks: bool,
     /// The variants that tests compile: for each row, every combination of the values of its macros.
     #[cfg_attr(not(test), expect(dead_code, reason = "tests compile them"))]
@@ -38,15 +38,6 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "all_to_all/traffic.cuh",
     "all_to_all/traffic_layout.cuh",
     "all_to_all/work_assignment.cuh",
-    "fused/small_m_sums.cuh",
-    "fused/matmul.cuh",
-    "fused/matmul_layout.cuh",
-    "fused/matmul_tiles.cuh",
-    "fused/matmul_work.cuh",
-    "fused/norm.cuh",
-    "fused/norm_layout.cuh",
-    "fused/row_sums.cuh",
-    "fused/stages.cuh",
     "experts/arrived.cuh",
     "experts/bulk.cuh",
     "experts/combine_low_latency.cuh",
@@ -58,31 +49,57 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "experts/tile.cuh",
     "experts/work.cuh",
     "experts/work_layout.cuh",
-    "protocol/inbox.cuh",
-    "protocol/lamport.cuh",
-    "protocol/lamport_escaped.cuh",
-    "protocol/ll.cuh",
-    "protocol/ll128.cuh",
-    "symmpool/channels.cuh",
+    "fused/matmul.cuh",
+    "fused/matmul_layout.cuh",
+    "fused/matmul_tiles.cuh",
+    "fused/matmul_work.cuh",
+    "fused/norm.cuh",
+    "fused/norm_layout.cuh",
+    "fused/row_sums.cuh",
+    "fused/small_m_sums.cuh",
+    "fused/stages.cuh",
     "symmpool/collective.cuh",
-    "symmpool/comm.cuh",
-    "symmpool/comm_layout.cuh",
-    "symmpool/companion.cuh",
-    "symmpool/copy.cuh",
     "symmpool/device.cuh",
-    "symmpool/handshake.cuh",
-    "symmpool/partition.cuh",
-    "symmpool/peer_blocks.cuh",
-    "symmpool/plan.cuh",
-    "symmpool/plan_layout.cuh",
-    "symmpool/ptx.cuh",
-    "symmpool/ptx_tensor.cuh",
+    "symmpool/device_comm.cuh",
+    "symmpool/impl/arithmetic.cuh",
+    "symmpool/impl/call_block.cuh",
+    "symmpool/impl/collective_bodies.cuh",
+    "symmpool/impl/comm.cuh",
+    "symmpool/impl/comm_layout.cuh",
+    "symmpool/impl/companion.cuh",
+    "symmpool/impl/copy.cuh",
+    "symmpool/impl/copy_bodies.cuh",
+    "symmpool/impl/handshake.cuh",
+    "symmpool/impl/inbox.cuh",
+    "symmpool/impl/lamport.cuh",
+    "symmpool/impl/lamport_channel_bodies.cuh",
+    "symmpool/impl/lamport_escaped.cuh",
+    "symmpool/impl/ll.cuh",
+    "symmpool/impl/ll128.cuh",
+    "symmpool/impl/ll128_channel_bodies.cuh",
+    "symmpool/impl/ll_channel_bodies.cuh",
+    "symmpool/impl/memory_channel_bodies.cuh",
+    "symmpool/impl/partial.cuh",
+    "symmpool/impl/partition.cuh",
+    "symmpool/impl/peer_blocks.cuh",
+    "symmpool/impl/plan.cuh",
+    "symmpool/impl/plan_layout.cuh",
+    "symmpool/impl/ptx.cuh",
+    "symmpool/impl/ptx_tensor.cuh",
+    "symmpool/impl/reduce_bodies.cuh",
+    "symmpool/impl/reduce_lanes.cuh",
+    "symmpool/impl/sm_grant.cuh",
+    "symmpool/impl/types.cuh",
+    "symmpool/impl/vector.cuh",
+    "symmpool/impl/vector_loop_bodies.cuh",
+    "symmpool/impl/warps.cuh",
+    "symmpool/lamport_channel.cuh",
+    "symmpool/ll128_channel.cuh",
+    "symmpool/ll_channel.cuh",
+    "symmpool/memory_channel.cuh",
     "symmpool/reduce.cuh",
-    "symmpool/sm_grant.cuh",
     "symmpool/span.cuh",
-    "symmpool/types.cuh",
-    "symmpool/vector.cuh",
-    "symmpool/warps.cuh",
+    "symmpool/vector_loops.cuh",
 ];
 
 /// Kernels of this folder. Others lie beside their rows, in `cuda/all_reduce` and the like.
@@ -153,9 +170,13 @@ pub(crate) const ANY_COUNTS: Axis = ("DEVICE_COUNTS", &["0", "1"]);
 const ANY_TOKENS: Axis = ("ONLY_LOW_LATENCY", &["0"]);
 const ONLY_LOW_LATENCY: Axis = ("ONLY_LOW_LATENCY", &["1"]);
 
-/// Whether a kernel's source makes an `SmGrant`.
+/// Whether a kernel's source makes an `SmGrant`, by itself or by a `Collective`.
 pub(crate) const fn asks_for_blocks(source: &str) -> bool {
-    let (text, wanted) = (source.as_bytes(), b"SmGrant ");
+    contains(source.as_bytes(), b"SmGrant grant(")
+        || contains(source.as_bytes(), b"Collective collective(")
+}
+
+const fn contains(text: &[u8], wanted: &[u8]) -> bool {
     let mut at = 0;
     while at + wanted.len() <= text.len() {
         let mut same = 0;
@@ -432,16 +453,20 @@ impl Kernel<'static> {
 pub(crate) fn files_of_kernels() -> Vec<String> {
     let package = std::path::Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut found = Vec::new();
-    for (root, is_all_kernels) in
-        [(package.join("kernels"), true), (package.join("src/cuda"), false)]
-    {
-        let folders = std::fs::read_dir(&root).expect("the root");
-        let folders = folders.map(|folder| folder.expect("an entry").path());
-        for folder in folders.filter(|path| is_all_kernels || path.is_dir()) {
-            for file in std::fs::read_dir(folder).expect("folders alone") {
-                let path = file.expect("an entry").path();
+    for (root, ends) in [
+        (package.join("kernels"), [".cu", ".cuh"].as_slice()),
+        (package.join("src/cuda"), &[".cu"]),
+    ] {
+        let mut folders = vec![root.clone()];
+        while let Some(folder) = folders.pop() {
+            for path in std::fs::read_dir(folder)
+                .expect("a folder")
+                .map(|file| file.expect("an entry").path())
+            {
                 let name = path.strip_prefix(&root).expect("below").to_str().expect("UTF-8");
-                if is_all_kernels || name.ends_with(".cu") {
+                if path.is_dir() {
+                    folders.push(path);
+                } else if ends.iter().any(|end| name.ends_with(end)) {
                     found.push(name.to_owned());
                 }
             }
@@ -467,6 +492,20 @@ mod tests {
     }
 
     #[test]
+    fn headers_of_the_device_api_are_short() {
+        let public = |path: &&str| path.starts_with("symmpool/") && !path.contains("/impl/");
+        let paths = HEADERS.iter().map(|(path, _)| *path).filter(public).collect::<Vec<_>>();
+        assert!(paths.len() > 8, "{paths:?}");
+        let readme = include_str!("../../kernels/symmpool/README.md");
+        for path in paths {
+            let text = HEADERS.iter().find(|(name, _)| *name == path).expect("a header").1;
+            assert!(text.lines().count() <= 60, "{path} has {} lines", text.lines().count());
+            let name = path.trim_start_matches("symmpool/");
+            assert!(readme.contains(&format!("`{name}`")), "the README lacks {name}");
+        }
+    }
+
+    #[test]
     fn entry_points_are_where_they_are_said_to_be() {
         for kernel in kernels() {
             assert!(kernel.source.contains(&format!("{}(", kernel.entry)), "{}", kernel.name);
@@ -476,7 +515,7 @@ mod tests {
     #[test]
     fn codes_are_those_of_the_rust_types() {
         let types =
-            HEADERS.iter().find(|(name, _)| *name == "symmpool/types.cuh").expect("types").1;
+            HEADERS.iter().find(|(name, _)| *name == "symmpool/impl/types.cuh").expect("types").1;
         let reduce =
             HEADERS.iter().find(|(name, _)| *name == "symmpool/reduce.cuh").expect("reduce").1;
         for dtype in DType::REDUCED {
@@ -493,7 +532,8 @@ mod tests {
 
     #[test]
     fn channels_are_as_many_as_the_host_says() {
-        let comm = HEADERS.iter().find(|(name, _)| *name == "symmpool/comm.cuh").expect("comm").1;
+        let comm =
+            HEADERS.iter().find(|(name, _)| *name == "symmpool/impl/comm.cuh").expect("comm").1;
         let line = format!("constexpr u32 CHANNELS = {};", crate::signal::channel::CHANNELS);
         assert!(comm.contains(&line), "{line}");
     }

@@ -154,7 +154,7 @@ fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
         name: "wrong",
         path: "wrong.cu",
         entry: "wrong",
-        source: "#include <symmpool/types.cuh>\nextern \"C\" __global__ void wrong() { undeclared = WIDTH; }",
+        source: "#include <symmpool/impl/types.cuh>\nextern \"C\" __global__ void wrong() { undeclared = WIDTH; }",
         asks_for_blocks: false,
         variants: &[],
     };
@@ -250,6 +250,8 @@ fn usage_has_stack_and_shared_memory() {
             let used = look(&image, &GREEDY).expect("machine code").expect("machine code");
             assert!((4..64).contains(&used.registers), "{used:?}");
             assert_eq!((used.stack_bytes, used.shared_bytes), (256, shared));
+            let code = used.code_bytes.expect("machine code");
+            assert!(code > 128 && code < image.bytes.len() as u64, "{used:?}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How many registers and how much memory a compiled kernel needs, read from its machine code.
+//! How many registers and how much memory a compiled kernel needs, and how long its code is, read from its machine code.
 
 use object::{Object, ObjectSection, ObjectSymbol, SymbolIndex};
 
@@ -13,6 +13,16 @@ pub(super) struct Usage {
     /// Bytes of a block's static shared memory. From compute capability 9.0 on this includes the 1 KiB that the system
     /// keeps for itself, if there are any.
     pub(super) shared_bytes: u64,
+    /// Bytes of machine code: of the kernel, with the functions that it calls. `None` where that was not recorded.
+    pub(super) code_bytes: Option<u64>,
+}
+
+impl Usage {
+    /// Whether a recorded usage is this one, as far as it was recorded.
+    pub(super) fn is_as(&self, recorded: &Self) -> bool {
+        let code_bytes = recorded.code_bytes.and(self.code_bytes);
+        Self { code_bytes, ..*self } == *recorded
+    }
 }
 
 /// Attributes in `.nv.info` whose values are pairs of a symbol and a number.
@@ -27,7 +37,7 @@ pub(super) fn usage(cubin: &[u8], entry: &str) -> Result<Usage, String> {
     let file = object::File::parse(cubin).map_err(|error| error.to_string())?;
     let info = file.section_by_name(".nv.info").ok_or("no section .nv.info")?;
     let info = info.data().map_err(|error| error.to_string())?;
-    let mut found = Usage { registers: 0, stack_bytes: 0, shared_bytes: 0 };
+    let mut found = Usage { registers: 0, stack_bytes: 0, shared_bytes: 0, code_bytes: None };
     let mut at = 0;
     while let Some(head) = info.get(at..at + HEAD) {
         at += HEAD;
@@ -54,5 +64,7 @@ pub(super) fn usage(cubin: &[u8], entry: &str) -> Result<Usage, String> {
     }
     let shared = file.section_by_name(&format!(".nv.shared.{entry}"));
     found.shared_bytes = shared.map_or(0, |section| section.size());
+    let code = file.section_by_name(&format!(".text.{entry}"));
+    found.code_bytes = Some(code.ok_or_else(|| format!("no machine code of {entry}"))?.size());
     Ok(found)
 }

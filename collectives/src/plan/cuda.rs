@@ -1,4 +1,4 @@
-//! Writes the CUDA kernel of one rank's program of a plan, from the parts in `symmpool/plan.cuh`.
+//! Writes the CUDA kernel of one rank's program of a plan, from the parts in `symmpool/impl/plan.cuh`.
 //!
 //! The source depends on the plan alone: its macros say for how many ranks, which element type and which operation it is
 //! compiled. Operations that move data at once are written as one where that keeps links and memory busy together: a
@@ -55,7 +55,7 @@ impl Writer<'_> {
             "// {collective} of {world} ranks in {}: the program of rank {rank}.",
             plan.protocol.name()
         );
-        line!(self, "#include <symmpool/plan.cuh>\n");
+        line!(self, "#include <symmpool/impl/plan.cuh>\n");
         line!(self, "using namespace symmpool;\n");
         line!(self, "using Run = PlanRun<{flags}, {slots}, {ll_slots}>;\n");
         line!(self, "extern \"C\" __global__ void __launch_bounds__(THREADS, 1)");

@@ -2,7 +2,7 @@
 //!
 //! A level is waits, then operations on data, then signals. A wait is at a later level than its signal, so levels of a
 //! call can overlap with those of the next stage of the data, and no rank waits for what comes later (see
-//! `symmpool/plan.cuh`). Operations of one level have no order but that of their list; operations of block groups, and
+//! `symmpool/impl/plan.cuh`). Operations of one level have no order but that of their list; operations of block groups, and
 //! signals, move into the level that they belong to. That orders more than the program asked for, and nothing less: a
 //! wait comes earlier among the rank's own operations, and a signal later.
 

@@ -24,7 +24,7 @@ impl SpanningEngine {
         self.ranks.index == 0
     }
 
-    /// Meets the ranks of this host, all of which must make the same call. The hosts have not agreed then. `fill` runs before
+    /// Meets the ranks of this host, all of which must make the same call. Behind it the hosts have not agreed yet. `fill` runs before
     /// that, and may write where no rank of this host reads any more: what calls of the same parity have on the leader.
     pub(super) fn enter(&mut self, call: Call, fill: impl FnOnce(&Self)) -> Result<()> {
         self.agreement.number += 1;
@@ -142,7 +142,7 @@ impl SpanningEngine {
         why
     }
 
-    /// Tells the other hosts that this rank, a leader, declines its call, and does not wait for them.
+    /// Counts this rank's declined call. A leader also tells the other hosts, and does not wait for them.
     #[cold]
     pub(super) fn tell_declined(&mut self, why: &Error) -> Result<()> {
         self.agreement.number += 1;

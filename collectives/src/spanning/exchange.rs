@@ -77,8 +77,8 @@ impl SpanningEngine {
             send: &parts,
             receive: &parts,
         };
-        // SAFETY: both vectors have as many bytes for every other host. Whoever sends messages keeps them where they are, of
-        // which the vectors' memory does not move.
+        // SAFETY: both vectors have as many bytes for every other host. The transfer uses their heap memory, which stays where
+        // it is when the message is moved; callers keep the message until the transfer is finished, or has been aborted.
         message.ticket = unsafe { self.begin_agreed(Route::Rail, transfer) }?;
         Ok(())
     }
@@ -114,7 +114,7 @@ impl SpanningEngine {
         self.finish(route, ticket)
     }
 
-    /// How elements are reduced, first inside hosts and then across `hosts` of them.
+    /// How elements are reduced: first inside each host, then across hosts.
     pub(super) fn reduction(
         &self,
         what: &str,

@@ -2,9 +2,10 @@
 
 /// How the elements of all ranks are reduced to one.
 ///
-/// Every element is reduced in rank order, from 0 to world - 1, whatever the algorithm, so the bits are the same on
-/// every rank and in every run (rule S7). `f16`, `bf16` and the 8-bit floats accumulate in `f32` and are rounded once;
-/// other types accumulate in their own type, where integers wrap.
+/// The bits are the same on every rank and in every run (rule S7). Every built-in algorithm on one host reduces in rank order,
+/// from 0 to world - 1. Over several hosts elements are reduced within each host first, rounded to their type, and then in the
+/// order of hosts. A plan reduces in its own order, and rounds after each step. `f16`, `bf16` and the 8-bit floats accumulate in
+/// `f32` and are rounded once a step; other types accumulate in their own type, where integers wrap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ReduceOp {

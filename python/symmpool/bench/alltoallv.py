@@ -301,7 +301,7 @@ def measure(ranks, options, contenders, row, counts, step):
 def cells(rows, ours, others):
     """The table's heading and lines."""
     names = [*ours, *others]
-    heading = ["matrix", "size", *names, "bound", "of bound", "best peer", "peer/ours"]
+    heading = ["matrix", "size", *names, "bound", "of bound", "best contender", "peer/ours"]
     lines = []
     for row in rows:
         _, own = row.best(ours)

@@ -123,7 +123,7 @@ def measure(ranks, options, contenders, row, routing, step):
 def cells(rows, ours, others):
     """The table's heading and lines."""
     names = [*ours, *others]
-    heading = ["call", "routing", "tokens", *names, "GB/s", "best peer", "peer/ours"]
+    heading = ["call", "routing", "tokens", *names, "GB/s", "best contender", "peer/ours"]
     lines = []
     for row in rows:
         _, own = row.best(ours)

@@ -1,5 +1,5 @@
 """Results as a picture: microseconds per call over bytes, both logarithmic, and below them how much longer
-the best peer takes. The caption has versions and the date, as pictures travel without their reports."""
+the best contender takes. The caption has versions and the date, as pictures travel without their reports."""
 
 from symmpool.bench.session import where
 from symmpool.bench.table import show_size
@@ -41,7 +41,7 @@ def points(rows, name, value):
 
 
 def ratios(rows, ours, peers, value):
-    """(bytes, the fastest peer's time divided by symmpool's fastest)."""
+    """(bytes, the fastest contender's time divided by symmpool's fastest)."""
     found = []
     for row in rows:
         own, theirs = (
@@ -75,7 +75,7 @@ def save(path, panels, ours, peers, title, facts, value=microseconds, axis="byte
             _draw(kind, rows, ours, peers, value, time_axes, ratio_axes)
             ratio_axes.set_xlabel(axis)
         grid[0][0].set_ylabel("microseconds per call (slowest rank)")
-        grid[1][0].set_ylabel("best peer / symmpool")
+        grid[1][0].set_ylabel("best contender / symmpool")
         grid[0][0].legend()
         figure.suptitle(title)
         figure.text(0.5, 0.01, caption(facts), ha="center", fontsize=8)
@@ -85,7 +85,7 @@ def save(path, panels, ours, peers, title, facts, value=microseconds, axis="byte
 
 
 def _draw(kind, rows, ours, peers, value, time_axes, ratio_axes):
-    """Draws one panel: the times of all contenders, and how much longer the best peer takes."""
+    """Draws one panel: the times of all contenders, and how much longer the best contender takes."""
     for name in [*peers, *ours]:
         if found := points(rows, name, value):
             style = {"linewidth": 2.5, "marker": "o"} if name in ours else {"marker": "."}

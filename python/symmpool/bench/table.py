@@ -111,7 +111,7 @@ def with_form(time, form):
 def cells(rows, ours, peers):
     """The table's heading and lines. `ours` and `peers` are names of contenders."""
     names = [*ours, *peers]
-    heading = ["size", *names, "busbw GB/s", "best peer", "us", "peer/ours"]
+    heading = ["size", *names, "busbw GB/s", "best contender", "us", "peer/ours"]
     lines = []
     for row in rows:
         _, own = row.best(ours)

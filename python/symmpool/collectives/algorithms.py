@@ -19,8 +19,8 @@ def register(algorithm: Algorithm, group: GroupLike = None, *, device: DeviceLik
     """Calls `Communicator.register` on the communicator that serves a group: module-level calls on it take
     the algorithm by `algorithm=`, and these calls and those of torch.distributed's backend by
     SYMMPOOL_ALL_REDUCE and the like, or by `select`. `device` says where ("cpu", "cuda:N"); without it,
-    where the group's first pool is, or on the CPU if there is none. The communicator is made if need be,
-    which is collective."""
+    where the group's first pool is, or on the CPU if there is none. In a program on GPUs pass the device, or
+    make a pool or a call there before. The communicator is made if need be, which is collective."""
     _communicator(group, device).register(algorithm)
 
 

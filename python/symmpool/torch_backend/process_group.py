@@ -29,8 +29,9 @@ after its own. So it is with a group's first large call on GPUs, which takes mem
 `destroy_process_group` waits for what was begun and lets go of the group's memory; later calls raise
 InvalidStateError. `dist.monitored_barrier` asks for gloo by its name before torch 2.15, so it needs a group
 of gloo's there. Before torch 2.14 calls of a group of this backend are not seen by modes of torch (fake
-tensors, `make_fx`, `CommDebugMode`). torch's compiler traces none of them; those of `symmpool` itself are
-seen and traced. DDP's hooks are served, those in Python and its built-in ones in C++.
+tensors, `make_fx`, `CommDebugMode`); those of `symmpool` itself are. Under `torch.compile` calls on the
+backend's groups become the compiler's own functional collectives, as with NCCL: it does not trace into the
+backend. DDP's hooks are served, those in Python and its built-in ones in C++.
 
 With SYMMPOOL_SHARED_DEVICE=1 on every rank several may use one GPU, to try a program where there are fewer:
 gloo is the fallback on CUDA then, and point-to-point calls of CUDA tensors need a collective on the group

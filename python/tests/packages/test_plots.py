@@ -14,7 +14,7 @@ def test_pictures_are_drawn(tmp_path, benchmark):
     status, output, errors = torchrun(2, *few, "--plot", str(picture), benchmark=benchmark)
     assert status == 0, output + errors
     drawn = picture.read_text()
-    for said in ("symmpool", "gloo", "best peer / symmpool", f"torch {torch.__version__}", "; 20"):
+    for said in ("symmpool", "gloo", "best contender / symmpool", f"torch {torch.__version__}", "; 20"):
         assert said in drawn, said
     assert ">ours" not in drawn
 

@@ -358,7 +358,7 @@ impl<'a> Exchange<'a> {
 }
 
 /// Data in which some words are the patterns that stand for an empty inbox and for data that equals it: `EMPTY` and
-/// `ESCAPED` in `protocol/lamport_escaped.cuh`. From all addresses on, as parts begin anywhere.
+/// `ESCAPED` in `symmpool/impl/lamport_escaped.cuh`. From all addresses on, as parts begin anywhere.
 pub(crate) fn with_empty_words(seed: u64, mut data: Vec<u8>) -> Vec<u8> {
     const WORDS: [u32; 2] = [0xc35a_96e8, 0xc35a_96e9];
     let mut at = 0;

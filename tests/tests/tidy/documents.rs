@@ -5,12 +5,16 @@ use std::path::{Path, PathBuf};
 
 use crate::{name, read, root};
 
-/// All documents: those of the root, those below `docs`, and that of the examples.
+/// All documents: those of the root, those below `docs`, and those of the examples and of the device API.
 pub(crate) fn documents() -> Vec<String> {
     let is_document = |path: &PathBuf| path.extension().is_some_and(|end| end == "md");
     let entries = |folder: &Path| fs::read_dir(folder).expect("a folder").flatten();
     let mut found: Vec<PathBuf> = entries(&root()).map(|entry| entry.path()).collect();
-    let mut folders = vec![root().join("docs"), root().join("examples")];
+    let mut folders = vec![
+        root().join("docs"),
+        root().join("examples"),
+        root().join("collectives/kernels/symmpool"),
+    ];
     while let Some(folder) = folders.pop() {
         for path in entries(&folder).map(|entry| entry.path()) {
             if path.is_dir() { folders.push(path) } else { found.push(path) }

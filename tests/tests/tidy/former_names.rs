@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::documents::documents;
 use crate::{name, read, root};
 
 /// Folders that are looked at.
@@ -64,6 +65,13 @@ const FILES: [(&str, &str); 13] = [
     ("/pool/share.rs", "exchange_segments.rs"),
 ];
 
+/// Words of documents that stand for something else there, with the better ones.
+const WORDS: [(&str, &str); 3] = [
+    ("best peer", "best contender: a peer is another rank"),
+    ("fastest peer", "fastest contender: a peer is another rank"),
+    ("pip install .\n", "pip install ./python: the package is there"),
+];
+
 /// Sources below a folder.
 fn files(folder: &Path, found: &mut Vec<PathBuf>) {
     for path in folder.read_dir().expect("a folder").flatten().map(|entry| entry.path()) {
@@ -120,6 +128,18 @@ fn former_names_of_functions_and_files_are_gone() {
             for (former, better) in FUNCTIONS.iter().filter(|(former, _)| *former == defined) {
                 found.push(format!("{file}:{number}: call it {better}, not {former}"));
             }
+        }
+    }
+    assert!(found.is_empty(), "{found:#?}");
+}
+
+#[test]
+fn words_of_documents_stand_for_one_thing() {
+    let mut found = Vec::new();
+    for document in documents() {
+        let text = read(&root().join(&document)).to_lowercase();
+        for (former, better) in WORDS.iter().filter(|(former, _)| text.contains(former)) {
+            found.push(format!("{document} has {former:?}: say {better}"));
         }
     }
     assert!(found.is_empty(), "{found:#?}");

@@ -5,6 +5,7 @@ mod documents;
 mod examples;
 mod former_names;
 mod imports;
+mod module_tables;
 mod mutants;
 mod prose;
 mod python_imports;

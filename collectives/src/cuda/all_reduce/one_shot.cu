@@ -4,7 +4,7 @@
 #include <symmpool/reduce.cuh>
 #include <symmpool/span.cuh>
 
-#include "protocol/inbox.cuh"
+#include "symmpool/impl/inbox.cuh"
 
 using namespace symmpool;
 

@@ -1,10 +1,10 @@
 //! All-reduce in one shot in the LL128 protocol: every rank sends its input to all peers and reduces all inputs.
 //! Defines: WORLD, DTYPE, OP, THREADS.
 
-#include <symmpool/handshake.cuh>
+#include <symmpool/impl/handshake.cuh>
 #include <symmpool/reduce.cuh>
 
-#include "protocol/ll128.cuh"
+#include "symmpool/impl/ll128.cuh"
 
 using namespace symmpool;
 

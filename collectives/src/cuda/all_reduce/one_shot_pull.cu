@@ -1,7 +1,7 @@
 //! All-reduce in one shot by loads: every rank copies its input into its scratch, and reduces what it loads from the
 //! scratch of all ranks. Defines: WORLD, DTYPE, OP, THREADS.
 
-#include <symmpool/peer_blocks.cuh>
+#include <symmpool/impl/peer_blocks.cuh>
 
 #include "all_reduce/reduce_loads.cuh"
 

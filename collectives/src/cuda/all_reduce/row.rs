@@ -66,7 +66,7 @@ impl Cases {
 /// An all-reduce algorithm of devices, as checks see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckedAllReduce {
-    /// The file of its kernel below `collectives/kernels`.
+    /// The file of its kernel, below `collectives/kernels` or `collectives/src/cuda`.
     pub kernel: &'static str,
     /// Whether blocks of the kernel share memory, in which tools look for races.
     pub shares_memory: bool,

@@ -6,11 +6,11 @@
 //! Nothing but data stands between the shots, so that they overlap: a thread sends a vector of the next round
 //! before it reduces one of this round, and takes results one round later.
 
-#include <symmpool/partition.cuh>
+#include <symmpool/impl/partition.cuh>
 #include <symmpool/reduce.cuh>
 #include <symmpool/span.cuh>
 
-#include "protocol/inbox.cuh"
+#include "symmpool/impl/inbox.cuh"
 
 using namespace symmpool;
 

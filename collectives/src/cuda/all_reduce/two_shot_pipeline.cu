@@ -11,8 +11,8 @@
 //! which a block does things: when a stage's inputs have arrived, its sender has read them, and has copied the results
 //! of all but the last two stages before it. So a half of the scratch is empty again when it is written.
 
-#include <symmpool/copy.cuh>
-#include <symmpool/peer_blocks.cuh>
+#include <symmpool/impl/copy.cuh>
+#include <symmpool/impl/peer_blocks.cuh>
 
 #include "all_reduce/reduce_share.cuh"
 

@@ -2,7 +2,7 @@
 //! stores the result into all ranks' outputs. Inputs and outputs are windows. Reduce-scatter is the first shot alone, whose
 //! output may be anywhere. Defines: WORLD, DTYPE, OP, THREADS, COLLECTIVE (ALL_REDUCE or REDUCE_SCATTER).
 
-#include <symmpool/peer_blocks.cuh>
+#include <symmpool/impl/peer_blocks.cuh>
 
 #include "all_reduce/reduce_loads.cuh"
 

@@ -7,8 +7,8 @@
 //! blocks do not keep step. Before a block writes into a peer's output it has received that peer's flag in this call,
 //! so nobody there still reads what the call before left.
 
-#include <symmpool/copy.cuh>
-#include <symmpool/peer_blocks.cuh>
+#include <symmpool/impl/copy.cuh>
+#include <symmpool/impl/peer_blocks.cuh>
 
 #include "all_reduce/reduce_share.cuh"
 

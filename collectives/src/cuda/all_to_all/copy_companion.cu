@@ -5,8 +5,8 @@
 //! `output` the place in its own slot that corresponds to the places it writes on the peers. A part has `stride` bytes,
 //! of which `bytes` go this way. With `root` all peers get the same part, which may be in its place already on this rank.
 
-#include <symmpool/companion.cuh>
-#include <symmpool/copy.cuh>
+#include <symmpool/impl/companion.cuh>
+#include <symmpool/impl/copy.cuh>
 
 using namespace symmpool;
 

@@ -10,8 +10,8 @@
 //! come to this call. ARRIVED counts the stages of a sender that are in this rank's memory, and FINISHED the turns after
 //! which a receiver needs no stage of its scratch that was there before them.
 
-#include <symmpool/copy.cuh>
-#include <symmpool/peer_blocks.cuh>
+#include <symmpool/collective.cuh>
+#include <symmpool/impl/copy.cuh>
 
 using namespace symmpool;
 
@@ -261,20 +261,14 @@ __device__ __forceinline__ void tell_place(const Session& session, PeerBlocks pe
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_broadcast_pipeline(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_broadcast_pipeline(const __grid_constant__ DeviceComm comm, const __grid_constant__ DeviceCall call) {
     __shared__ char* outputs[WORLD];
-    begin_kernel(comm.early);
-    Session session(comm);
-    const SmGrant grant(comm);
-    if (grant.is_over() || session.failed) {
+    Collective collective(comm, call, 0, End::ALONE);
+    if (!collective) {
         return;
     }
-    if (is_leader_block()) {
-        run_leader_block<true>(session, call, used_flags(call.peer_blocks));
-        return;
-    }
-    session.advance();
-    const PeerBlocks peer_blocks(call.peer_blocks);
+    const Session& session = collective.session();
+    const PeerBlocks peer_blocks = collective.peer_blocks();
     tell_place(session, peer_blocks, call.stride);
     // Nothing is written before all ranks are known to make the same call.
     bool bad = !await_handshakes<false>(session, call);

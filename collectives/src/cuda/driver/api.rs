@@ -1,8 +1,8 @@
 //! The functions of the CUDA driver library that collectives call, found at run time.
 //!
 //! As in the allocator's `driver/cuda/api.rs`, and for its reasons: constants and structure layouts
-//! are cudarc's, functions are looked up by name, and numbers that the driver hands back are
-//! integers.
+//! are cudarc's, and functions are looked up by name. Results that are enums of C are taken as integers, as a newer driver
+//! may return values that cudarc's enums lack.
 
 #![allow(unsafe_code)] // FFI: symbol lookup
 

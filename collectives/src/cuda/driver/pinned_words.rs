@@ -27,7 +27,7 @@ impl Words {
     }
 
     pub(in crate::cuda) fn all(&self) -> &[AtomicU32] {
-        // SAFETY: so many words, which live as long as `self`; whoever writes them does so as an atomic would.
+        // SAFETY: so many words, which live until `free`, whose caller promised that nothing uses `self` behind it; whoever writes them does so as an atomic would.
         unsafe { std::slice::from_raw_parts(self.begin.as_ptr(), self.count) }
     }
 

@@ -5,9 +5,9 @@
 //! graph of small calls stays right when the memory has grown since, and what was captured first costs later calls nothing.
 //!
 //! The areas share flags, counts and descriptions of calls, channels and slots of messages. Each has inboxes and scratch of
-//! its own, and on the device its own turn of the Lamport inbox. A call leaves the other area as it is. Only where numbers of
-//! calls begin anew does it expire old flags there too, for which the device knows both areas (`AreaFlags` in
-//! `symmpool/comm.cuh`).
+//! its own, and on the device its own turn of the Lamport inbox. A call leaves the other area as it is. Only in the
+//! calls in which old flags expire (`must_expire_flags` in `symmpool/impl/handshake.cuh`) does it expire them there too, for which the
+//! device knows both areas (`AreaFlags` in `symmpool/impl/comm_layout.cuh`).
 
 use std::thread;
 use std::time::Duration;
@@ -19,9 +19,9 @@ use super::CudaEngine;
 use crate::cuda::driver::api::{Handle, cuda};
 use crate::cuda::layout::params::{AreaFlags, Control, Footprint, LOCAL_AREAS};
 
-/// Pattern that Lamport inboxes are filled with at first, and that data never has: `EMPTY` in `protocol/lamport.cuh`.
+/// Pattern that Lamport inboxes are filled with at first, and that data never has: `EMPTY` in `symmpool/impl/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
-/// Pattern that escaped Lamport inboxes are filled with at first: `EMPTY` in `protocol/lamport_escaped.cuh`.
+/// Pattern that escaped Lamport inboxes are filled with at first: `EMPTY` in `symmpool/impl/lamport_escaped.cuh`.
 const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
 /// Time between the places of an area's flags and their lengths. A call of a graph that was launched before may run
@@ -278,11 +278,11 @@ impl CudaEngine {
         let api = self.api;
         self.run_and_wait(deadline, |stream| {
             words.iter().try_for_each(|&(at, word)| {
-                // SAFETY: words that only this rank's kernels read. Where some may run, they find an area without a length
-                // until its places are there.
+                // SAFETY: words of the control block that only this rank's kernels read, and that nothing else writes. Kernels
+                // may run meanwhile: lengths are 0 until the second batch, so none uses a place before; and the upper half of
+                // a length is always 0, so its two halves are never seen apart.
                 unsafe { api.fill(at, word as u32, 1, stream) }?;
-                // SAFETY: the other half of a word that only this rank's kernels read. Where some may run, they find an
-                // area without a length until its places are there.
+                // SAFETY: the other half of such a word, to which the same applies.
                 unsafe { api.fill(at + 4, (word >> 32) as u32, 1, stream) }
             })
         })

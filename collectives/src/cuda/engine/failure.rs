@@ -38,7 +38,8 @@ pub(crate) struct Failure {
     leaks: AtomicBool,
 }
 
-// SAFETY: the record is read as if another thread wrote it, and freed once, by the engine, when nothing else has this value.
+// SAFETY: the record is read as if another thread wrote it, and freed once, when the engine is dropped. Who still has this value
+// then reads no record: that it is freed is noted before, and no thread is within a call while the engine is dropped.
 unsafe impl Send for Failure {}
 // SAFETY: threads read the record as if another thread wrote it, and change only atomics and cells that are written
 // once.
@@ -124,7 +125,7 @@ impl Failure {
             return found.error(&view).context(&self.communicator);
         }
         fence(Ordering::Acquire);
-        // SAFETY: complete, so the device writes it no more.
+        // SAFETY: complete, so the device writes it no more, but for the asynchronous error, whose copy is not used.
         let record = unsafe { self.record.as_ptr().read_volatile() };
         record.error(&view).context(&self.communicator)
     }

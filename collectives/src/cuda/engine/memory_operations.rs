@@ -8,10 +8,10 @@
 //! holds one signal, therefore: the next one waits until the last one was taken.
 //!
 //! The driver's waits have no end, so a thread watches them (rule S5). A stream writes to a word in pinned memory before
-//! it waits, and clears it afterwards. The thread looks at these words 20 times a second. When a wait has taken longer than
-//! its timeout, the thread records the failure; or when the peer has departed, as it failed in the middle of a call: while
-//! streams wait, the thread copies what peers have left in this rank's control block. Once the communicator has failed, it writes the awaited values of all waits
-//! itself, again and again, so that streams go on; kernels of the communicator do nothing from then on.
+//! it waits, and clears it afterwards. The thread looks at these words 20 times a second. It records a failure in two cases: a
+//! wait took longer than its timeout, or the awaited peer has departed. To see the second, it copies what peers have left in
+//! this rank's control block while any stream waits. Once the communicator has failed, it writes the awaited values of all
+//! waits itself, again and again, so that streams go on; kernels of the communicator do nothing from then on.
 
 #![allow(unsafe_code)] // driver calls on raw addresses, and pinned memory that streams write
 

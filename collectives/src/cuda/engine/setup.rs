@@ -55,17 +55,22 @@ impl CudaEngine {
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
             return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
         };
-        fill(driver, block.address(), 0, control.ll)?;
-        fill(driver, block.address(), last_epoch, 4)?;
+        // SAFETY: the control block begins there, up to its inboxes, and is committed later.
+        unsafe { fill(driver, block.address(), 0, control.ll) }?;
+        // SAFETY: the first word of the control block, which is committed later.
+        unsafe { fill(driver, block.address(), last_epoch, 4) }?;
         for (begin, word, bytes) in initial_data(&control) {
-            fill(driver, block.address() + begin, word, bytes)?;
+            // SAFETY: a part of the control block, which begins and ends at a multiple of 4096; it is committed later.
+            unsafe { fill(driver, block.address() + begin, word, bytes) }?;
         }
         if pool.world() > 1 {
             let layout =
                 P2pLayout::new(pool.world(), control.data_end(), options.footprint.staging);
             let (words, words_bytes) = layout.zeroed();
-            fill(driver, block.address() + words, 0, words_bytes)?;
-            prepare(driver, block.address(), layout)?;
+            // SAFETY: the words of messages lie in the control block, which is committed later.
+            unsafe { fill(driver, block.address() + words, 0, words_bytes) }?;
+            // SAFETY: the layout is that of this control block, which is committed later.
+            unsafe { prepare(driver, block.address(), layout) }?;
         }
         let modules = Modules::of(pool.driver())?;
         let usual = AllReduceShape {
@@ -196,8 +201,11 @@ fn wait_for_others(pool: &Pool, timeout: Duration) {
 }
 
 /// Fills device memory with a word.
-fn fill(driver: &CudaDriver, address: u64, word: u32, bytes: u64) -> Result<()> {
-    // SAFETY: the caller passes a part of a block it holds, whose parts begin and end at multiples
-    // of 4096; no other rank knows of it before the commit.
+///
+/// # Safety
+///
+/// The memory is part of a block of the caller's, which no other rank knows yet. It begins and ends at multiples of 4 bytes.
+unsafe fn fill(driver: &CudaDriver, address: u64, word: u32, bytes: u64) -> Result<()> {
+    // SAFETY: the caller promised that the memory is there, that it has whole words, and that nobody else uses it.
     unsafe { driver.fill(address, word, bytes / 4) }
 }

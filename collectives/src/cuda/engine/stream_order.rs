@@ -449,8 +449,7 @@ impl CallEvents {
     }
 }
 
-/// Records an event of the caller's behind what is on a stream; `what` is for errors. The device's context must be current,
-/// here and in the next two.
+/// Records an event of the caller's behind what is on a stream; `what` is for errors. The device's context must be current.
 fn record(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &str) -> Result<()> {
     let handle = driver.stream_handle(stream)?;
     // SAFETY: the caller owns the event; the stream is live, as whoever made it of a raw handle promised.
@@ -458,7 +457,7 @@ fn record(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &
     CudaDriver::check(code, || what.to_owned())
 }
 
-/// Makes a stream wait for what such an event was recorded behind.
+/// Makes a stream wait for what such an event was recorded behind. The device's context must be current.
 fn wait(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &str) -> Result<()> {
     let handle = driver.stream_handle(stream)?;
     // SAFETY: the caller owns the event; the stream is live, as whoever made it of a raw handle promised.

@@ -218,8 +218,8 @@ impl Kernels {
     /// # Safety
     ///
     /// What the parameters point to stays mapped until the kernel has run, and nothing else
-    /// touches it meanwhile but kernels of peers in the same call. Kernels of all-to-alls are given
-    /// their traffic.
+    /// touches it meanwhile but kernels of peers in the same call. The kernel has two parameters, or its third is
+    /// [`Traffic`] and `traffic` is not `None`.
     pub(in crate::cuda) unsafe fn launch(
         &self,
         kernel: LoadedKernel,
@@ -277,7 +277,7 @@ impl Kernels {
         arguments: &mut [*mut c_void],
     ) -> Result<()> {
         // The kernel may start before the one before it on the stream has ended; its blocks wait for that end
-        // themselves (`begin_kernel` in `symmpool/ptx.cuh`).
+        // themselves (`begin_kernel` in `symmpool/impl/ptx.cuh`).
         let mut overlap = sys::CUlaunchAttribute {
             id:
                 sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -296,8 +296,8 @@ impl Kernels {
             attrs: &raw mut overlap,
             numAttrs: kernel.budget.starts_early.into(),
         };
-        // SAFETY: the configuration and the arguments, which have the kernel's parameter types
-        // (checked by size when it was compiled), live until the call returns; the driver copies
+        // SAFETY: the configuration and the arguments, which have the kernel's parameter types,
+        // as the caller promised, live until the call returns; the driver copies
         // them. What they point to is the caller's promise.
         let code = unsafe {
             (self.api.launch)(

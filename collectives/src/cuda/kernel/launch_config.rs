@@ -12,7 +12,8 @@ pub(in crate::cuda) struct LaunchConfig {
 
 impl LaunchConfig {
     /// A thread for each of `vectors`, in at most `most` worker blocks, and one block more, the leader block, which
-    /// runs the handshake. All blocks must be resident at once, as they wait for blocks of peers. Where the
+    /// runs the handshake. All blocks must be resident at once, as they wait for data of peers, which may wait
+    /// for theirs. Where the
     /// communicator's SM budget has too few blocks for so many threads, blocks have as many threads as they can.
     pub(in crate::cuda) fn new(
         kernel: &LoadedKernel,

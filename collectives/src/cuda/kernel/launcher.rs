@@ -21,7 +21,7 @@ pub(in crate::cuda) trait KernelLauncher {
     /// Loads a kernel, which is compiled if that is not done yet.
     fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel>;
 
-    /// Launches a kernel whose blocks need no blocks of peers.
+    /// Launches a kernel whose blocks wait for data of peers, but not for blocks of their own number there.
     ///
     /// # Safety
     ///
@@ -34,8 +34,8 @@ pub(in crate::cuda) trait KernelLauncher {
     ) -> Result<()>;
 
     /// Launches a kernel whose blocks of equal index work together on all ranks, as peer blocks. Ranks compare
-    /// how many peer blocks there are, so that is as many as the worker blocks of a communicator that has the
-    /// device for itself. Where communicators share a device, fewer blocks run, and each does the work of
+    /// how many peer blocks there are, and may have different SM budgets. So the number depends on no budget: it is
+    /// that of the worker blocks of a communicator that has the device for itself. Where communicators share a device, fewer blocks run, and each does the work of
     /// several peer blocks.
     ///
     /// # Safety

@@ -1,4 +1,5 @@
-//! A kernel that is loaded on a device, with what its communicator may occupy.
+//! A kernel that is loaded on a device, with what its communicator may occupy. It may be loaded in two forms: one asks for a grant
+//! of SMs (`symmpool/impl/sm_grant.cuh`), and the other one, for small grids, does not.
 
 use super::sm_budget::SmBudget;
 use crate::cuda::driver::api::Handle;
@@ -19,7 +20,7 @@ pub(in crate::cuda) struct LoadedKernel {
     small_threads: u32,
     /// Most threads of a block.
     pub(in crate::cuda) threads: u32,
-    /// Processors of the device.
+    /// SMs of the device.
     pub(in crate::cuda) sm_count: u32,
     /// Bytes of shared memory of a block, besides those that the kernel has by itself.
     pub(in crate::cuda) shared_bytes: u32,

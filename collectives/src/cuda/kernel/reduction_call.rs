@@ -6,7 +6,7 @@ use crate::call::Call;
 use crate::cuda::layout::params::CallParams;
 use crate::{DType, ReduceOp};
 
-/// A call of a reduction, or of the LL protocol, with checked arguments. Who launches it must promise that its input is readable
+/// A call of a reduction, or of a move that runs in a kernel of reductions, with checked arguments. Who launches it must promise that its input is readable
 /// and its output writable on the device until the stream has done the call, and that nothing else touches them meanwhile, in
 /// any rank's slot if they are windows.
 #[derive(Clone, Copy)]
@@ -49,7 +49,7 @@ impl Work {
     }
 
     /// Where a rank's share of the input begins, and its length: its part of a reduce-scatter, or what `RankChunks` in
-    /// `symmpool/partition.cuh` computes.
+    /// `symmpool/impl/partition.cuh` computes.
     pub(in crate::cuda) fn share(&self, rank: u32, world: u32) -> (u64, u64) {
         if self.stride > 0 {
             return (u64::from(rank) * self.stride, self.bytes);

@@ -4,7 +4,7 @@
 //! the kernel of another communicator cannot start, and ranks that began with different ones wait for each
 //! other until the timeout. So the communicators of a process that are on one device share it: one kernel at a
 //! time is wide, and has most SMs, and those of other communicators are narrow meanwhile. The device decides which
-//! one is wide when kernels begin (`symmpool/sm_grant.cuh`). Each rank decides that for itself: kernels of one call
+//! one is wide when kernels begin (`symmpool/impl/sm_grant.cuh`). Each rank decides that for itself: kernels of one call
 //! work together whatever their grids are.
 
 use std::cell::LazyCell;
@@ -141,7 +141,7 @@ pub(in crate::cuda) fn has_communicators(ordinal: u32) -> bool {
 /// Part of a device that a communicator's kernels may occupy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::cuda) struct SmBudget {
-    /// Most blocks of a kernel.
+    /// Most blocks of a kernel. Budgets count a block as an SM, as it may need one of its own.
     pub(in crate::cuda) most_blocks: u32,
     /// How many of these work while another communicator's kernel is wide. `None` where all do.
     pub(in crate::cuda) narrow_blocks: Option<u32>,
@@ -209,7 +209,7 @@ impl SmBudget {
         let narrow = (NARROW_ELEVENTHS * sm_count / 11 / others).max(SMALLEST);
         let wide = free.saturating_sub(others * narrow);
         let equal = free / communicators;
-        // Places in the lock are few, and so are SMs.
+        // Without a place in the lock for each, or without enough SMs for a wide grid, all get equal parts.
         if wide <= equal.max(narrow) || communicators > SM_LOCK_MEMBERS as u32 {
             return Self::limited_to(equal, communicators);
         }
@@ -236,7 +236,8 @@ impl SmBudget {
 #[derive(Debug)]
 pub(in crate::cuda) struct BudgetMember {
     device: Arc<Device>,
-    /// Its number there. `None` for a communicator of one rank, which waits for nobody.
+    /// Its number there. `None` for a communicator of one rank, which waits for nobody, and for one that stays among the
+    /// device's communicators for ever ([`Self::keep`]).
     number: Option<u64>,
     stream: OnlyStream,
     /// Whether calls may come on any stream: they have changed their stream, or are in graphs.

@@ -8,7 +8,7 @@ use crate::jit::sources::P2P;
 use crate::jit::sources::{BARRIER, MEASURED_BARRIER, ONE_SIDED};
 use crate::{DType, ReduceOp};
 
-/// Most threads of a block; kernels are compiled for so many.
+/// Threads of a block of most kernels.
 pub(in crate::cuda) const THREADS: u32 = 512;
 
 /// Threads of a block of the kernel that runs a handshake alone.
@@ -38,7 +38,7 @@ pub(in crate::cuda) struct KernelSpec {
     pub(in crate::cuda) min_blocks_per_sm: u32,
     /// Whether blocks ask for a grant, as other communicators of the process may have the SMs.
     pub(in crate::cuda) shares_sms: bool,
-    /// Threads of a block that does. It may have an SM of its own.
+    /// Threads of a block that asks for a grant. It may have an SM of its own.
     pub(in crate::cuda) sharing_threads: u32,
 }
 

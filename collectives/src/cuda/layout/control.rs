@@ -11,11 +11,12 @@ use crate::signal::channel::CHANNELS;
 /// How many counts a channel has: `received`, `sent`, `taken` and `arrived` in `one_sided/one_sided.cu`.
 const CHANNEL_COUNTS: u64 = 4;
 
-/// Least bytes that an index has in a stage of `all_reduce/two_shot_pipeline.cu`: with less, fewer blocks lose less than
+/// Least bytes that a peer block has in a stage of `all_reduce/two_shot_pipeline.cu`: with less, fewer blocks lose less than
 /// flags cost. Not measured yet.
 const MIN_STAGE_BYTES: u64 = 16 << 10;
-/// Most blocks of a stage, which `two_shot_push` has too. A wide grid on 132 SMs has as many, so none works for two: with 128, a reduce-scatter of 64 MiB
-/// takes two H200s 1.11 times as long by turns as alone, with 96 1.04 times, and alone as long.
+/// Most peer blocks of a stage, which `two_shot_push` has too. A wide grid on 132 SMs has as many worker blocks, so each does the
+/// work of one. Measured: a reduce-scatter of 64 MiB on two H200s, beside another communicator, takes 1.04 of its time alone;
+/// with 128 peer blocks it takes 1.11. Alone both take the same time.
 pub(in crate::cuda) const MAX_STAGE_BLOCKS: u64 = 96;
 
 impl Control {
@@ -97,7 +98,7 @@ impl Control {
         self.data_end().wrapping_sub(self.ll)
     }
 
-    /// Where the departures of ranks lie, from the first handshake on: `departure` in `symmpool/comm.cuh`.
+    /// Where the departures of ranks lie, from the first handshake on: `departure` in `symmpool/impl/comm.cuh`.
     fn departures(world: u32) -> u64 {
         let ranks = u64::from(world);
         let row = 16 * (2 * ranks + 3);
@@ -126,7 +127,7 @@ impl Control {
     }
 
     /// The layout that kernels are launched with. Where ranks are not all linked directly, lines of 128 bytes may arrive in
-    /// parts: there is no room for any then, as kernels of programs ask for (`Ll128Channel` in `symmpool/channels.cuh`).
+    /// parts: there is no room for any then, as kernels of programs ask for (`Ll128Channel` in `symmpool/ll128_channel.cuh`).
     pub(in crate::cuda) fn for_links(&self, direct: bool) -> Self {
         Self { ll128_bytes: if direct { self.ll128_bytes } else { 0 }, ..*self }
     }
@@ -156,7 +157,7 @@ impl Control {
     }
 
     /// Bytes that a sender may leave in a rank's scratch, in whole cache lines: `scratch_vectors` in
-    /// `symmpool/comm.cuh`.
+    /// `symmpool/impl/comm.cuh`.
     pub(in crate::cuda) fn scratch_room(&self, world: u32) -> u64 {
         self.scratch_bytes / u64::from(world.max(2) - 1) / 128 * 128
     }
@@ -198,7 +199,7 @@ impl Control {
     }
 
     /// Bytes that a sender may put into a rank's escaped Lamport inbox: `EscapedSlot::length` in
-    /// `protocol/lamport_escaped.cuh`.
+    /// `symmpool/impl/lamport_escaped.cuh`.
     pub(in crate::cuda) fn escaped_slot(&self, world: u32) -> u64 {
         self.escaped_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM
     }
@@ -275,7 +276,7 @@ mod tests {
             }
             // All that lies below the escaped inbox is filled with zeros (`CudaEngine::prepare`).
             assert!(control.channels < control.escaped && control.escaped < control.lamport);
-            // The slot is as long as that of `protocol/lamport_escaped.cuh`, which divides the inbox among the peers.
+            // The slot is as long as that of `symmpool/impl/lamport_escaped.cuh`, which divides the inbox among the peers.
             let (slot, peers) = (control.escaped_slot(world), u64::from(world.max(2) - 1));
             assert!(slot.is_multiple_of(ITEM) && slot * peers <= footprint.escaped);
             assert!((slot + ITEM) * peers > footprint.escaped);

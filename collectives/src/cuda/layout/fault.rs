@@ -20,9 +20,9 @@ kernel_structs! {
         epoch: u32,
         rank: u32,
         unused: u32,
-        /// Elements that the rank was sent.
+        /// Elements that the rank was sent; a token, for `NO_EXPERT`; a part of a handle, for `WRONG_HANDLE`.
         needed: u64,
-        /// Elements that its output holds.
+        /// Elements that its output holds; an id, for `NO_EXPERT`; what was found, for `WRONG_HANDLE`.
         room: u64,
     }
 
@@ -36,15 +36,19 @@ kernel_structs! {
         epoch: u32,
         pub(in crate::cuda) peer: u32,
         phase: u32,
-        /// For `MISMATCH`, this rank's call description; for `COUNTS`, the pair and its two counts.
+        /// For `MISMATCH`, this rank's call description. For `COUNTS`, a pair of ranks and its two counts; for `PAYLOADS`, a pair
+        /// and its two payloads. For `TIMEOUT` on a channel or by a memory operation, the timeout in nanoseconds.
         ours: [u64; 4],
-        /// For `MISMATCH`, the peer's call description; for `PEER_FAILED`, the reason in its failed handshake.
+        /// For `MISMATCH`, the peer's call description. For `PEER_FAILED`, the reason in its failed handshake, and two payloads
+        /// if a message was refused.
         theirs: [u64; 4],
         pub(in crate::cuda) async_error: AsyncError,
     }
 }
 
+// Those of `all_to_all/traffic.cuh`.
 const OVERFLOW: u32 = 1;
+const SPLITS: u32 = 2;
 // Those of `experts/work.cuh`.
 const NO_EXPERT: u32 = 3;
 const ROWS_OVERFLOW: u32 = 4;
@@ -82,6 +86,9 @@ impl AsyncError {
         if let NO_EXPERT | ROWS_OVERFLOW | EXPERTS_OVERFLOW | EXPERT_OVERFLOW | WRONG_HANDLE = kind
         {
             return self.error_of_experts(rank, &more).naming([culprit]);
+        }
+        if kind != SPLITS {
+            return Error::system("reading what a call reported", format!("kind {kind}"));
         }
         Error::invalid_argument(format!(
             "all_to_all_v, collective {epoch} on the device, seen on rank {rank}: the input splits \
@@ -148,15 +155,15 @@ const COUNTS: u32 = 3;
 const PEER_FAILED: u32 = 4;
 /// The two ends of a send and recv have different payloads.
 const PAYLOADS: u32 = 5;
-/// In place of the rank that was waited for: `REFUSED_MESSAGE` and `HALFWAY` in `symmpool/comm.cuh`.
+/// In place of the rank that was waited for: `REFUSED_MESSAGE` and `HALFWAY` in `symmpool/impl/comm.cuh`.
 const REFUSED_MESSAGE: u32 = 1 << 31;
 const HALFWAY: u32 = 1 << 29;
-/// With it, the next two words say what was sent and what was expected: `MESSAGE_FOLLOWS` in `symmpool/comm.cuh`.
+/// With it, the next two words say what was sent and what was expected: `MESSAGE_FOLLOWS` in `symmpool/impl/comm.cuh`.
 const MESSAGE_FOLLOWS: u32 = 1 << 30;
 /// The phase in which a companion kernel and its call's other kernels wait for each other: `COMPANION` in
-/// `symmpool/comm.cuh`.
+/// `symmpool/impl/comm.cuh`.
 const COMPANION: u32 = 4;
-/// Phases from here on are waits on channels: `CHANNEL` in `symmpool/comm.cuh`.
+/// Phases from here on are waits on channels: `CHANNEL` in `symmpool/impl/comm.cuh`.
 const CHANNEL: u32 = 16;
 /// Behind those are the phases of point-to-point operations: a sender's wait for a free slot, and a receiver's
 /// wait for data. `p2p/p2p.cu` has both.
@@ -219,7 +226,7 @@ impl Record {
                 error.context(format!("collective {epoch} on the device, which rank {peer} left"))
             }
             PEER_FAILED => {
-                // The upper half of the word, as `fail_handshake` in `symmpool/comm.cuh` writes it.
+                // The upper half of the word, as `fail_handshake` in `symmpool/impl/comm.cuh` writes it.
                 let missing = (theirs[0] >> 32) as u32;
                 let what = format!(
                     "rank {missing} in collective {epoch} on the device, as rank {peer} reported to rank \

@@ -36,8 +36,8 @@ const MAX_ESCAPED: u64 = 32 << 20;
 const MAX_INBOX: u64 = 32 << 20;
 const MAX_STAGING: u64 = 8 << 20;
 const MAX_PLAN_SCRATCH: u64 = 16 << 20;
-/// Divisor of a requested scratch: slots of point-to-point messages take no larger part of it, nor does the scratch
-/// of plans in each parity.
+/// Divisor of a requested scratch: slots of point-to-point messages have at most this part of its bytes, on top of it, and so has
+/// the scratch of plans in each parity.
 const SCRATCH_DIVISOR: u64 = 4;
 
 /// The environment variable that says how much memory communicators take.
@@ -135,7 +135,7 @@ fn words(world: u32) -> u64 {
         + (64 << 10)
 }
 
-/// Rounded down to whole pages.
+/// Bytes of the whole pages in so many bytes.
 fn pages(bytes: u64) -> u64 {
     bytes / 4096 * 4096
 }

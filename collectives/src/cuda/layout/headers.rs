@@ -34,14 +34,14 @@ fn headers() -> Vec<Header> {
     let with_types = |path, sources, structs| Header {
         path,
         sources,
-        includes: &["symmpool/types.cuh"],
+        includes: &["symmpool/impl/types.cuh"],
         pointed_at: &[],
         structs,
     };
     let params = "cuda/layout/params.rs";
     vec![
         with_types(
-            "symmpool/comm_layout.cuh",
+            "symmpool/impl/comm_layout.cuh",
             "cuda/layout/params.rs` and `cuda/layout/fault.rs",
             vec![
                 layout::<AsyncError>(),
@@ -54,7 +54,7 @@ fn headers() -> Vec<Header> {
                 layout::<CallParams>(),
             ],
         ),
-        with_types("symmpool/plan_layout.cuh", params, vec![layout::<PlanWork>()]),
+        with_types("symmpool/impl/plan_layout.cuh", params, vec![layout::<PlanWork>()]),
         with_types("all_to_all/traffic_layout.cuh", params, vec![layout::<Traffic>()]),
         with_types("fused/norm_layout.cuh", params, vec![layout::<NormWork>()]),
         with_types(
@@ -65,7 +65,7 @@ fn headers() -> Vec<Header> {
         Header {
             path: "fused/matmul_layout.cuh",
             sources: params,
-            includes: &["symmpool/ptx_tensor.cuh", "symmpool/types.cuh"],
+            includes: &["symmpool/impl/ptx_tensor.cuh", "symmpool/impl/types.cuh"],
             pointed_at: &["MatmulControl"],
             structs: vec![
                 layout::<GemmProblem>(),
@@ -166,7 +166,7 @@ fn compilers_lay_fields_out_as_the_host_does() {
 #[test]
 fn fields_in_another_order_are_refused() {
     let all = headers();
-    let plan = all.iter().find(|header| header.path == "symmpool/plan_layout.cuh");
+    let plan = all.iter().find(|header| header.path == "symmpool/impl/plan_layout.cuh");
     let assertions = plan.expect("the header").assertions();
     let swapped = assertions
         .replace("PlanWork, part) == 0", "PlanWork, part) == 8")

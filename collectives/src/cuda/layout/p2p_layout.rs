@@ -12,20 +12,21 @@ use crate::signal::channel::CHANNELS;
 /// Most chunks of a stripe that are under way: `SLOTS` in `p2p/p2p.cu`.
 const SLOTS: u64 = 4;
 
-/// Most stripes of a message, and of the messages of all peers: `MAX_STRIPES` and `SHARED_STRIPES` in `p2p/p2p.cu`. Kernels
-/// of both directions then have 48 blocks, about a third of a large device.
+/// Most stripes of a message: `MAX_STRIPES` in `p2p/p2p.cu`.
 const MAX_STRIPES: u64 = 16;
 
+/// Most stripes of the messages of all peers: `SHARED_STRIPES` in `p2p/p2p.cu`. Kernels of both directions then have 48 blocks,
+/// about a third of a large device.
 const SHARED_STRIPES: u64 = 24;
 
 /// Bytes that are worth a stripe, which is a block, of their own.
 const STRIPE_BYTES: u64 = 16 << 10;
 
-/// A stripe's data goes in this many chunks, so that the receiver handles one while the next arrives,
+/// Chunks of a stripe's data, so that the receiver handles one while the next arrives.
 const CHUNKS: u64 = 4;
 
-/// unless chunks would have fewer bytes than this: sending a flag takes as long as so many bytes.
-const MIN_PACKET: u64 = 32 << 10;
+/// Least bytes of a chunk: sending a flag takes as long as so many bytes.
+const MIN_CHUNK_BYTES: u64 = 32 << 10;
 
 /// Stripes begin at multiples of so many bytes of the data, which are whole cache lines.
 const LINE: u64 = 128;
@@ -83,20 +84,22 @@ impl P2pLayout {
         (self.words, self.slots - self.words)
     }
 
-    /// Where a rank writes how many processors its device has.
+    /// Where a rank writes how many SMs its device has.
     pub(in crate::cuda) fn sm_count(&self) -> u64 {
         self.words + self.words_bytes
     }
 
-    /// How a message of so many bytes is divided, if the smallest device of the ranks has `processors` processors.
+    /// How a message of so many bytes is divided, if the smallest device of the ranks has `sm_count` SMs.
     /// The kernels of all peers and both directions occupy at most a third of them, and leave the others to
     /// collectives.
     pub(in crate::cuda) fn divide(&self, bytes: u64, sm_count: u32) -> Division {
         let most = (u64::from(sm_count) / 6 / self.peers).clamp(1, self.stripes);
         let stripes = bytes.div_ceil(STRIPE_BYTES).clamp(1, most);
         let stripe_bytes = bytes.div_ceil(stripes).next_multiple_of(LINE);
-        let chunk =
-            (stripe_bytes / CHUNKS).next_multiple_of(LINE).max(MIN_PACKET).min(self.slot_bytes);
+        let chunk = (stripe_bytes / CHUNKS)
+            .next_multiple_of(LINE)
+            .max(MIN_CHUNK_BYTES)
+            .min(self.slot_bytes);
         Division { stripes, stripe_bytes, chunk }
     }
 }
@@ -142,11 +145,19 @@ pub(in crate::cuda) fn end_of_messages(direction: Direction, peer: u32) -> Chann
     ChannelEnd { set: 0, sends: direction == Direction::Send, peer, number: CHANNELS }
 }
 
-/// Writes how many processors this rank's device has, where peers read it.
-pub(in crate::cuda) fn prepare(driver: &CudaDriver, block: u64, layout: P2pLayout) -> Result<()> {
+/// Writes how many SMs this rank's device has, where peers read it.
+///
+/// # Safety
+///
+/// `block` is the address of a control block of the caller's that has this layout, and that no other rank knows yet.
+pub(in crate::cuda) unsafe fn prepare(
+    driver: &CudaDriver,
+    block: u64,
+    layout: P2pLayout,
+) -> Result<()> {
     use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as COUNT;
     let sm_count = u32::try_from(driver.attribute(COUNT as u32)?).unwrap_or(0);
-    // SAFETY: a word of a block that the caller holds, of which no other rank knows before the commit.
+    // SAFETY: a word of the caller's control block, which no other rank knows yet, as the caller promised.
     unsafe { driver.fill(block + layout.sm_count(), sm_count, 1) }
 }
 

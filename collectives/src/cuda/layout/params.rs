@@ -13,9 +13,9 @@ pub(in crate::cuda) const MAX_PEER_BLOCKS: u32 = 1056;
 pub(in crate::cuda) const MAX_RANKS: u32 = 8;
 /// Bytes of data in a line of 128 bytes of LL128.
 pub(in crate::cuda) const LL128_PAYLOAD: u64 = 120;
-/// Bytes of the escaped Lamport inbox that a warp handles at once: `ITEM` vectors in `protocol/lamport_escaped.cuh`.
+/// Bytes of the escaped Lamport inbox that a warp handles at once: `ITEM` vectors in `symmpool/impl/lamport_escaped.cuh`.
 pub(in crate::cuda) const ITEM: u64 = 512;
-/// Areas of memory for data: `AREAS` in `symmpool/comm.cuh`.
+/// Areas of memory for data: `AREAS` in `symmpool/impl/comm.cuh`.
 const AREAS: usize = 2;
 /// Communicators of a process that may share a device's SMs by turns: so many have a mark in [`SmLock`].
 pub(in crate::cuda) const SM_LOCK_MEMBERS: usize = 40;
@@ -25,7 +25,7 @@ pub(in crate::cuda) const LOCAL: u64 = size_of::<LocalState>().next_multiple_of(
 pub(in crate::cuda) const LOCAL_FAILED: u64 = offset_of!(LocalState, failed) as u64;
 /// Where `areas` of [`LocalState`] lies in a control block.
 pub(in crate::cuda) const LOCAL_AREAS: u64 = offset_of!(LocalState, areas) as u64;
-/// Value of `failed` where the host knows why: `FAILED_ON_HOST` in `symmpool/comm.cuh`.
+/// Value of `failed` where the host knows why: `FAILED_ON_HOST` in `symmpool/impl/comm.cuh`.
 pub(in crate::cuda) const FAILED_ON_HOST: u32 = 3;
 
 /// Bytes of [`Departure`], and where the upper halves of its first two words lie.
@@ -37,10 +37,12 @@ pub(in crate::cuda) const DEPARTURE_REASON: u64 = offset_of!(Departure, reason) 
 pub(in crate::cuda) const UNKNOWN: u64 = u64::MAX;
 
 kernel_structs! {
-    /// Message that a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further
-    /// call. `when` comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
+    /// Message that a rank leaves at each peer when it makes no further call, and no failed handshake says so: it refused a
+    /// message, or failed on the host behind a call's handshake. `when` comes last. The host writes it too
+    /// (`CudaEngine::depart`), by halves of words.
     pub(super) struct Departure as "Departure" {
-        /// 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
+        /// 0 while the rank takes part. Else 1 << 32 | the epoch of the last call that it has begun, in which it may still be
+        /// found; or 1 << 32 alone if it is absent from every call.
         when: u64,
         /// In the upper half, as in a failed handshake.
         reason: u64,
@@ -66,14 +68,14 @@ kernel_structs! {
     pub(super) struct LocalState as "LocalState" {
         /// The epoch of the last call.
         epoch: u32,
-        /// Not 0 if a wait expired or ranks differed: later calls do nothing.
+        /// 0, or later calls do nothing: 1 where a kernel failed, whose record says why; `FAILED_ON_HOST` where the host knows.
         failed: u32,
         /// State of each area's Lamport inbox: the third that the next call there uses, in the lowest two bits, and how many
         /// vectors the call before there used of its third.
         lamport: [u32; AREAS],
         /// Blocks of the running call that have read the four words above.
         blocks_arrived: u32,
-        /// Blocks of the companion kernel that have waited. This word and the next two belong to `symmpool/companion.cuh`.
+        /// Blocks of the companion kernel that have waited. This word and the next two belong to `symmpool/impl/companion.cuh`.
         companion_blocks: u32,
         handshakes_reported: u64,
         handshakes_consumed: u64,
@@ -81,7 +83,7 @@ kernel_structs! {
         areas: [AreaFlags; AREAS],
     }
 
-    /// The lock of a device's SMs, which communicators of a process share (`symmpool/sm_grant.cuh`). Kernels alone write it.
+    /// The lock of a device's SMs, which communicators of a process share (`symmpool/impl/sm_grant.cuh`). Kernels alone write it.
     pub(in crate::cuda) struct SmLock as "SmLock" {
         word: u64,
         /// Blocks that have ended of each member's narrow kernel.
@@ -141,7 +143,8 @@ kernel_structs! {
         pub(in crate::cuda) narrow_blocks: u32,
     }
 
-    /// The arguments of a call.
+    /// The arguments of a call. Kernels outside of calls, and those beside copy engines, use fields otherwise, as their files say:
+    /// `p2p.cu`, `one_sided.cu`, `two_shot_copy.cu`, `copy_companion.cu`, `broadcast_pipeline.cu`, `two_shot_pipeline.cu`.
     #[derive(Clone, Copy, Debug)]
     pub(in crate::cuda) struct CallParams as "Call" {
         /// Words that ranks compare in the handshake (rule S6).
@@ -153,7 +156,7 @@ kernel_structs! {
         /// Bytes from one rank's chunk to the next.
         pub(in crate::cuda) stride: u64,
         pub(in crate::cuda) root: u32,
-        /// How many peer blocks there are, for kernels that use `symmpool/peer_blocks.cuh`.
+        /// How many peer blocks there are, for kernels that use `symmpool/impl/peer_blocks.cuh`.
         pub(in crate::cuda) peer_blocks: u32,
     }
 

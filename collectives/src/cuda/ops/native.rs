@@ -27,7 +27,7 @@ impl CudaEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`CudaEngine::all_reduce`], for the elements of all parts. The kernel accesses
-    /// nothing but them and what the device API gives it.
+    /// nothing but them and what the device API gives it, and has the two parameters of docs/kernels.md.
     pub(crate) unsafe fn run_native(
         &mut self,
         native: &NativeKernel,
@@ -39,8 +39,8 @@ impl CudaEngine {
             Ok(part) => part,
             Err(why) => return Err(self.decline(why, stream)),
         };
-        // Nobody has proved that a kernel which is right in place on all ranks is so on some, so ranks compare it. Of a
-        // broadcast only the root has an input.
+        // A kernel may be right in place on all ranks and wrong in place on some, so ranks compare whether the call is in
+        // place. In a broadcast only the root has an input.
         let is_in_place = part > 0
             && native.collective != StandardCollective::Broadcast
             && self.is_in_place(native.collective, arguments, part);

@@ -15,7 +15,8 @@ use crate::cuda::layout::params::{CallParams, MAX_PEER_BLOCKS, MAX_RANKS, PlanWo
 use crate::plan::schedule::Schedule;
 use crate::plan::{CheckedPlan, Collective, Protocol};
 
-/// Most peer blocks of a call, as of `two_shot_push`.
+/// Most peer blocks of a call: more than [`MAX_STAGE_BLOCKS`](crate::cuda::layout::control::MAX_STAGE_BLOCKS), as programs were
+/// not measured with fewer.
 const MAX_BLOCKS: u32 = 128;
 /// Most worker blocks of a call in the LL protocol.
 const MAX_LL_BLOCKS: u32 = 264;
@@ -25,7 +26,7 @@ const MAX_READS: usize = 4096;
 const MAX_SOURCES: usize = 64;
 /// Flags that a rank raises on one peer at most: kernels pack their numbers into 12 bits.
 const MAX_FLAGS: u32 = 1 << 12;
-/// Flags of peer blocks that the control block has for each index and rank: `FLAG_KINDS` in `symmpool/peer_blocks.cuh`.
+/// Flags of peer blocks that the control block has for each index and rank: `FLAG_KINDS` in `symmpool/impl/peer_blocks.cuh`.
 const FLAG_KINDS: u32 = 4;
 /// A stage has about a fourth of what a block has in all, but no fewer vectors than this, unless scratch has less room:
 /// what flags cost would show.

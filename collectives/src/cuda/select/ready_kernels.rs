@@ -13,11 +13,8 @@ use crate::cuda::reduce_scatter::scatter_kernels;
 use crate::cuda::select::table::MeasuredTable;
 use crate::{AllReduceAlgorithm, DType, ReduceOp};
 
-/// Most threads of a block; kernels are compiled for so many.
-pub(in crate::cuda) const THREADS: u32 = 512;
-
 use crate::call::p2p::Direction;
-use crate::cuda::kernel::spec::KernelSpec;
+use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 
 /// The environment variable that lists the reductions whose kernels are to be ready.
 const VARIABLE: &str = "SYMMPOOL_READY";

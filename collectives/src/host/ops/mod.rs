@@ -4,6 +4,7 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `calls`, `algorithms` | the collectives as methods; the tables of their algorithms |
+//! | `all_reduce`, `reduce_scatter`, `all_gather`, `broadcast`, `all_to_all`, `barrier` | the collectives of these names |
 //! | `pieces` | how data is divided, for all of them |
 //! | `plan` | collectives that programs bring along |
 //! | `norm` | all-reduces with a residual and a norm |

@@ -1,6 +1,7 @@
 //! Needs of the variants of kernels on a device, in a file: `needs.txt`. The compilers are deterministic, so a kernel
 //! all of whose variants would be made from what they were made from when they were recorded needs what it needed
-//! then, and is not compiled again. Reviewers see in the file which registers a change costs.
+//! then, and is not compiled again. Reviewers see in the file which registers and how
+//! much machine code a change costs.
 
 use std::fmt::Write as _;
 
@@ -10,8 +11,8 @@ use super::*;
 pub(super) type Needs = BTreeMap<String, Option<Usage>>;
 
 const HEAD: &str = "\
-# What each variant of a kernel needs: registers of a thread, bytes of its stack, and bytes of shared memory of a block; or
-# PTX, which the driver compiles. Behind a kernel's name is the hash of all that its variants are made from: sources, macros,
+# What each variant of a kernel needs: registers of a thread, bytes of its stack, bytes of shared memory of a block, and bytes of
+# machine code (- where it was compiled before that was recorded); or PTX, which the driver compiles. Behind a kernel's name is the hash of all that its variants are made from: sources, macros,
 # options, and the versions of the compilers. SYMMPOOL_BLESS=1 make test-variants writes this file.
 ";
 
@@ -43,8 +44,12 @@ impl Recorded {
             let _ = write!(text, "\n{kernel} {hash}\n");
             for (variant, need) in needs {
                 let _ = match need {
-                    Some(Usage { registers, stack_bytes, shared_bytes }) => {
-                        writeln!(text, "{registers} {stack_bytes} {shared_bytes} : {variant}")
+                    Some(Usage { registers, stack_bytes, shared_bytes, code_bytes }) => {
+                        let code = code_bytes.map_or("-".to_owned(), |bytes| bytes.to_string());
+                        writeln!(
+                            text,
+                            "{registers} {stack_bytes} {shared_bytes} {code} : {variant}"
+                        )
                     }
                     None => writeln!(text, "PTX : {variant}"),
                 };
@@ -73,21 +78,30 @@ impl Recorded {
         if need == "PTX" {
             return None;
         }
-        let numbers: Vec<u64> =
-            need.split(' ').map(|number| number.parse().expect("a number")).collect();
-        let [registers, stack_bytes, shared_bytes] = numbers[..] else { panic!("{need:?}") };
-        let small = |number| u32::try_from(number).expect("a small number");
-        Some(Usage { registers: small(registers), stack_bytes: small(stack_bytes), shared_bytes })
+        let words: Vec<&str> = need.split(' ').collect();
+        let [registers, stack_bytes, shared_bytes, code_bytes] = words[..] else {
+            panic!("{need:?}")
+        };
+        let number = |word: &str| word.parse::<u64>().expect("a number");
+        let small = |word: &str| u32::try_from(number(word)).expect("a small number");
+        let code_bytes = (code_bytes != "-").then(|| number(code_bytes));
+        let (registers, stack_bytes) = (small(registers), small(stack_bytes));
+        Some(Usage { registers, stack_bytes, shared_bytes: number(shared_bytes), code_bytes })
     }
 }
 
 #[test]
 fn what_is_recorded_is_read_again() {
-    let usage = Usage { registers: 128, stack_bytes: 24, shared_bytes: 1 << 40 };
+    let usage =
+        Usage { registers: 128, stack_bytes: 24, shared_bytes: 1 << 40, code_bytes: Some(7) };
+    let older = Usage { code_bytes: None, ..usage };
     let needs = Needs::from([
         ("9.0 by 13.0: copy (WORLD=2)".to_owned(), Some(usage)),
+        ("8.0 by 13.0: copy (WORLD=2)".to_owned(), Some(older)),
         ("10.0 by 12.4: copy (WORLD=2)".to_owned(), None),
     ]);
+    assert!(usage.is_as(&usage) && usage.is_as(&older) && !older.is_as(&usage));
+    assert!(!usage.is_as(&Usage { registers: 127, ..older }));
     let other = Needs::from([("9.0 by 13.0: barrier".to_owned(), Some(usage))]);
     let recorded = Recorded(BTreeMap::from([
         ("copy".to_owned(), ("abc".to_owned(), needs.clone())),

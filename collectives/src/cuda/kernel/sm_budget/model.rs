@@ -5,7 +5,7 @@
 //! of its device as soon as the kernel before it on its stream, and the call before it of its communicator, have ended. It may
 //! get a part of what it needs, and keeps that. It ends when it has all that it needs on every rank.
 //!
-//! The grid of a kernel is decided when its first block begins (`symmpool/sm_grant.cuh`): its wide grid, if no other kernel of the
+//! The grid of a kernel is decided when its first block begins (`symmpool/impl/sm_grant.cuh`): its wide grid, if no other kernel of the
 //! device is wide, and its narrow grid otherwise. The blocks behind a narrow grid end at once, but each needs an SM for that.
 
 use std::collections::BTreeSet;

@@ -138,7 +138,8 @@ impl CudaEngine {
             // The budget holds for both kernels together.
             let most = most.min(kernel.budget.most_blocks.saturating_sub(1).max(1));
             let grid = (BLOCKS.min(most), THREADS);
-            // SAFETY: parts of what the caller promised, and what no copy writes.
+            // SAFETY: the heads of the parts and the own part, which lie in the caller's buffers, and which no copy writes. The
+            // call's stream waits for `companion` below, so they are there until it has run. The kernel has two parameters.
             unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, companion) }?;
         } else {
             self.handshake_before_copies(call, stream)?;

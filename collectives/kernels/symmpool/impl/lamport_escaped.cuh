@@ -6,12 +6,12 @@
 //! its line says which: a mark has 64 bits for 128 bytes of data, the epoch and a bit for each word. Marks are
 //! written only for lines with an ESCAPED word, and there are few such.
 //!
-//! TensorRT-LLM's "Lamport" all-reduce changes data that looks like empty memory (`protocol/lamport.cuh`), which an
+//! TensorRT-LLM's "Lamport" all-reduce changes data that looks like empty memory (`symmpool/impl/lamport.cuh`), which an
 //! all-to-all must not do.
 
 #pragma once
 
-#include <symmpool/handshake.cuh>
+#include <symmpool/impl/handshake.cuh>
 
 namespace symmpool {
 

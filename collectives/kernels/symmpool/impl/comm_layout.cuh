@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <symmpool/types.cuh>
+#include <symmpool/impl/types.cuh>
 
 namespace symmpool {
 
@@ -15,9 +15,9 @@ struct AsyncError {
     u32 epoch;
     u32 rank;
     u32 unused;
-    // Elements that the rank was sent.
+    // Elements that the rank was sent; a token, for `NO_EXPERT`; a part of a handle, for `WRONG_HANDLE`.
     u64 needed;
-    // Elements that its output holds.
+    // Elements that its output holds; an id, for `NO_EXPERT`; what was found, for `WRONG_HANDLE`.
     u64 room;
 };
 static_assert(sizeof(AsyncError) == 40, "the host has another layout");
@@ -31,18 +31,22 @@ struct Fault {
     u32 epoch;
     u32 peer;
     u32 phase;
-    // For `MISMATCH`, this rank's call description; for `COUNTS`, the pair and its two counts.
+    // For `MISMATCH`, this rank's call description. For `COUNTS`, a pair of ranks and its two counts; for `PAYLOADS`, a pair
+    // and its two payloads. For `TIMEOUT` on a channel or by a memory operation, the timeout in nanoseconds.
     u64 ours[4];
-    // For `MISMATCH`, the peer's call description; for `PEER_FAILED`, the reason in its failed handshake.
+    // For `MISMATCH`, the peer's call description. For `PEER_FAILED`, the reason in its failed handshake, and two payloads
+    // if a message was refused.
     u64 theirs[4];
     AsyncError async_error;
 };
 static_assert(sizeof(Fault) == 128, "the host has another layout");
 
-// Message that a rank leaves at each peer when it fails outside of the calls that ranks compare: it makes no further
-// call. `when` comes last. The host writes it too (`CudaEngine::depart`), by halves of words.
+// Message that a rank leaves at each peer when it makes no further call, and no failed handshake says so: it refused a
+// message, or failed on the host behind a call's handshake. `when` comes last. The host writes it too
+// (`CudaEngine::depart`), by halves of words.
 struct Departure {
-    // 1 << 32, plus the last call that the rank has begun; 0 there if all calls end. 0 while it is there.
+    // 0 while the rank takes part. Else 1 << 32 | the epoch of the last call that it has begun, in which it may still be
+    // found; or 1 << 32 alone if it is absent from every call.
     u64 when;
     // In the upper half, as in a failed handshake.
     u64 reason;
@@ -69,14 +73,14 @@ static_assert(sizeof(AreaFlags) == 48, "the host has another layout");
 struct LocalState {
     // The epoch of the last call.
     u32 epoch;
-    // Not 0 if a wait expired or ranks differed: later calls do nothing.
+    // 0, or later calls do nothing: 1 where a kernel failed, whose record says why; `FAILED_ON_HOST` where the host knows.
     u32 failed;
     // State of each area's Lamport inbox: the third that the next call there uses, in the lowest two bits, and how many
     // vectors the call before there used of its third.
     u32 lamport[2];
     // Blocks of the running call that have read the four words above.
     u32 blocks_arrived;
-    // Blocks of the companion kernel that have waited. This word and the next two belong to `symmpool/companion.cuh`.
+    // Blocks of the companion kernel that have waited. This word and the next two belong to `symmpool/impl/companion.cuh`.
     u32 companion_blocks;
     u64 handshakes_reported;
     u64 handshakes_consumed;
@@ -85,7 +89,7 @@ struct LocalState {
 };
 static_assert(sizeof(LocalState) == 136, "the host has another layout");
 
-// The lock of a device's SMs, which communicators of a process share (`symmpool/sm_grant.cuh`). Kernels alone write it.
+// The lock of a device's SMs, which communicators of a process share (`symmpool/impl/sm_grant.cuh`). Kernels alone write it.
 struct SmLock {
     u64 word;
     // Blocks that have ended of each member's narrow kernel.
@@ -138,7 +142,8 @@ struct CommFields {
 };
 static_assert(sizeof(CommFields) == 200, "the host has another layout");
 
-// The arguments of a call.
+// The arguments of a call. Kernels outside of calls, and those beside copy engines, use fields otherwise, as their files say:
+// `p2p.cu`, `one_sided.cu`, `two_shot_copy.cu`, `copy_companion.cu`, `broadcast_pipeline.cu`, `two_shot_pipeline.cu`.
 struct Call {
     // Words that ranks compare in the handshake (rule S6).
     u64 description[4];
@@ -149,7 +154,7 @@ struct Call {
     // Bytes from one rank's chunk to the next.
     u64 stride;
     u32 root;
-    // How many peer blocks there are, for kernels that use `symmpool/peer_blocks.cuh`.
+    // How many peer blocks there are, for kernels that use `symmpool/impl/peer_blocks.cuh`.
     u32 peer_blocks;
 };
 static_assert(sizeof(Call) == 72, "the host has another layout");

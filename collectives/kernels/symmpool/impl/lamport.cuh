@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include <symmpool/handshake.cuh>
+#include <symmpool/impl/handshake.cuh>
 
 namespace symmpool {
 

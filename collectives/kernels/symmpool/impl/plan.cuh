@@ -19,9 +19,9 @@
 
 #pragma once
 
-#include <symmpool/copy.cuh>
-#include <symmpool/peer_blocks.cuh>
-#include <symmpool/plan_layout.cuh>
+#include <symmpool/impl/copy.cuh>
+#include <symmpool/impl/peer_blocks.cuh>
+#include <symmpool/impl/plan_layout.cuh>
 #include <symmpool/reduce.cuh>
 
 namespace symmpool {

@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include <symmpool/comm.cuh>
+#include <symmpool/impl/comm.cuh>
 
 namespace symmpool {
 
@@ -107,8 +107,8 @@ __device__ __forceinline__ void compare_handshakes(const Session& session, const
 // --- flags of old calls
 //
 // A flag is 32 bits of the epoch. Before epochs repeat, flags that old calls left in places that no call has
-// written since must go, or a later call would take them for its own. So four times while the epochs go round,
-// two calls in a row, one of each parity, overwrite what they do not use with flags for which no call waits.
+// written since must go, or a later call would take them for its own. So three times while the epochs go
+// round, and at first, two calls in a row, one of each parity, overwrite what they do not use with flags for which no call waits.
 
 // How many bytes at the beginning of each region of this parity a call uses, a multiple of 8.
 struct UsedBytes {
@@ -152,7 +152,7 @@ __device__ __noinline__ void expire_old_flags(const Session& session, UsedBytes 
     expire_region(session, other.escape_marks, other.escape_mark_bytes, 0);
 }
 
-// Expires escape marks, in calls that write none (`protocol/lamport_escaped.cuh`).
+// Expires escape marks, in calls that write none (`symmpool/impl/lamport_escaped.cuh`).
 __device__ __noinline__ void expire_escape_marks(const Session& session) {
     expire_region(session, session.comm.escape_marks, session.comm.escaped_bytes / 16, 0);
 }

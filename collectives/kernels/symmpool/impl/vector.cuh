@@ -1,11 +1,11 @@
 //! Vectors of sixteen bytes: loads, stores, and the elements in them.
 //!
 //! Addresses are of global memory, this device's or a peer's, and multiples of 16. *Plain*
-//! accesses are ordered only by barriers and signals around them; `symmpool/ptx.cuh` has other accesses.
+//! accesses are ordered only by barriers and signals around them; `symmpool/impl/ptx.cuh` has other accesses.
 
 #pragma once
 
-#include <symmpool/types.cuh>
+#include <symmpool/impl/types.cuh>
 
 namespace symmpool {
 

@@ -10,8 +10,8 @@
 
 #pragma once
 
-#include <symmpool/comm_layout.cuh>
-#include <symmpool/vector.cuh>
+#include <symmpool/impl/comm_layout.cuh>
+#include <symmpool/impl/vector.cuh>
 
 #ifndef SHARES_SMS
 #define SHARES_SMS 0

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <symmpool/partition.cuh>
+#include <symmpool/impl/partition.cuh>
 
 namespace symmpool {
 

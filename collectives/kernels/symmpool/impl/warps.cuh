@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <symmpool/comm.cuh>
+#include <symmpool/impl/comm.cuh>
 
 namespace symmpool {
 

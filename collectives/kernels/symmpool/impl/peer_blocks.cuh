@@ -4,8 +4,8 @@
 
 #pragma once
 
-#include <symmpool/handshake.cuh>
-#include <symmpool/warps.cuh>
+#include <symmpool/impl/handshake.cuh>
+#include <symmpool/impl/warps.cuh>
 
 namespace symmpool {
 
@@ -30,6 +30,8 @@ struct PeerBlocks {
     u32 first;
     u32 end;
 
+    PeerBlocks() = default;
+
     // Those of `count` indices that are this block's.
     __device__ __forceinline__ explicit PeerBlocks(u32 count) : PeerBlocks(count, worker_block(), worker_blocks()) {}
 
@@ -51,12 +53,10 @@ __device__ __forceinline__ UsedBytes used_flags(u32 peer_blocks) {
     return used;
 }
 
-// Raises this block's flags on every peer, after all that these threads have stored so far (rule S3). Called by all
-// of them.
+// Raises this block's flags on every peer, behind a barrier of these threads (rule S3). Called by all of them.
 template <typename Threads = WholeBlock>
-__device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count,
-                                            Threads threads = {}) {
-    threads.sync();
+__device__ __forceinline__ void raise_flags_behind_barrier(const Session& session, PeerBlocks peer_blocks, u32 kind,
+                                                           u32 count, Threads threads = {}) {
 #pragma unroll 1
     for (u32 pair = threads.thread(); pair < peer_blocks.pairs(); pair += threads.threads()) {
         const u32 peer = pair % WORLD;
@@ -66,6 +66,14 @@ __device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks p
                 static_cast<u64>(session.epoch) << 32 | count);
         }
     }
+}
+
+// Raises them after all that these threads have stored so far. Called by all of them.
+template <typename Threads = WholeBlock>
+__device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count,
+                                            Threads threads = {}) {
+    threads.sync();
+    raise_flags_behind_barrier(session, peer_blocks, kind, count, threads);
 }
 
 // Raises flags on all peers by one thread, after what it has stored itself and a fence of its own: one for all flags.

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <symmpool/handshake.cuh>
+#include <symmpool/impl/handshake.cuh>
 #include <symmpool/span.cuh>
 
 namespace symmpool {

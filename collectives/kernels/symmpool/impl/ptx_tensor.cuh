@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include <symmpool/ptx.cuh>
+#include <symmpool/impl/ptx.cuh>
 
 namespace symmpool {
 

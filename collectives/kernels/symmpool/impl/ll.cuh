@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <symmpool/handshake.cuh>
+#include <symmpool/impl/handshake.cuh>
 
 namespace symmpool {
 

@@ -4,8 +4,8 @@
 
 #pragma once
 
-#include "protocol/lamport.cuh"
-#include "protocol/ll.cuh"
+#include "symmpool/impl/lamport.cuh"
+#include "symmpool/impl/ll.cuh"
 
 namespace symmpool {
 

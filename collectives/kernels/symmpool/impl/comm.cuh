@@ -7,9 +7,9 @@
 
 #pragma once
 
-#include <symmpool/comm_layout.cuh>
-#include <symmpool/sm_grant.cuh>
-#include <symmpool/vector.cuh>
+#include <symmpool/impl/comm_layout.cuh>
+#include <symmpool/impl/sm_grant.cuh>
+#include <symmpool/impl/vector.cuh>
 
 namespace symmpool {
 
@@ -127,12 +127,12 @@ __device__ __forceinline__ char* traffic_row_slot(const Comm& comm, u32 epoch, u
     return comm.of(owner) + traffic_rows(comm) + (epoch & 1) * (TRAFFIC_ROWS_BYTES / 2) + 16 * TRAFFIC_ROW_WORDS * from;
 }
 
-// Behind the rows lies a departure of each rank: the message that it leaves here if it fails outside of calls.
+// Behind the rows lies a departure of each rank: the message that it leaves here when it makes no further call.
 __device__ __forceinline__ Departure* departure(const Comm& comm, u32 owner, u32 from) {
     return reinterpret_cast<Departure*>(comm.of(owner) + traffic_rows(comm) + TRAFFIC_ROWS_BYTES) + from;
 }
 
-// Whether a peer that has failed outside of calls may be absent from the call of an epoch. It has done all calls before the
+// Whether a peer that has departed may be absent from the call of an epoch. It has done all calls before the
 // last one that it had begun.
 __device__ __noinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch) {
     const u64 when = load_acquire(&departure(comm, comm.rank, peer)->when);
@@ -150,7 +150,7 @@ __device__ __noinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch)
 constexpr u32 REFUSED_MESSAGE = 1u << 31;  // its sender is the lowest byte, and its receiver the next one
 constexpr u32 MESSAGE_FOLLOWS = 1u << 30;  // in departures and records, what the message was is said in the next words
 constexpr u32 HALFWAY = 1u << 29;          // the rank failed on the host, behind a call's handshake
-// `failed` of `LocalState` then, which the host writes there too (`CudaEngine::depart`).
+// Value of `LocalState::failed` when this rank failed on the host, which writes it (`CudaEngine::depart`).
 constexpr u32 FAILED_ON_HOST = 3;
 __device__ __forceinline__ u32 failed_flag(u32 epoch) { return ~epoch | 2; }
 

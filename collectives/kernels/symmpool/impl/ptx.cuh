@@ -42,7 +42,7 @@ __device__ __forceinline__ void store_relaxed(void* to, uint4 value) {
 }
 
 // A vector of a line of 128 bytes, of which eight threads of a warp access one vector each by the same
-// instruction: the line arrives whole, and is seen whole (`protocol/ll128.cuh`).
+// instruction: the line arrives whole, and is seen whole (`symmpool/impl/ll128.cuh`).
 __device__ __forceinline__ uint4 load_line(const void* from) { return load_relaxed(from); }
 __device__ __forceinline__ void store_line(void* to, uint4 value) { store_relaxed(to, value); }
 
