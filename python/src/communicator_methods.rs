@@ -514,6 +514,17 @@ impl Communicator {
         statistics::of_communicator(py, &self.calls.comm.memory())
     }
 
+    /// Seconds that this rank has spent in calls over hosts so far, by phase, and how many `calls` ended well; None where all
+    /// ranks are on one host. `meeting` waits for the host's ranks, `agreement` for the hosts to agree, `before` and `after`
+    /// are inside the host, `between` waits for what carries data between hosts. The rest of `total` are copies and
+    /// reductions between hosts.
+    fn phase_times<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let comm = &self.calls.comm;
+        comm.check("a communicator").or_raise(py)?;
+        let times = py.detach(|| comm.phase_times());
+        times.map(|times| statistics::of_phases(py, &times)).transpose()
+    }
+
     /// Explains what a call of `collective` would do on this rank, as it would be made now: its algorithm, blocks,
     /// SMs and memory, what it would be in the best case (alone on the device, between windows, with all of the
     /// memory), and what keeps it from that. An `Explanation`, which prints as a sentence. `collective` is

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_allocator::PoolStats;
-use symmpool_collectives::{Communicator, CommunicatorMemory};
+use symmpool_collectives::{Communicator, CommunicatorMemory, PhaseTimes};
 
 /// The communicators that were made on a pool.
 #[derive(Default)]
@@ -83,6 +83,24 @@ pub(crate) fn of_communicator<'py>(
         ("wanted", wanted),
     ] {
         dict.set_item(name, bytes)?;
+    }
+    Ok(dict)
+}
+
+/// Returns a rank's phases in seconds as a dictionary.
+pub(crate) fn of_phases<'py>(py: Python<'py>, times: &PhaseTimes) -> PyResult<Bound<'py, PyDict>> {
+    let PhaseTimes { calls, meeting, agreement, before, between, after, total } = *times;
+    let dict = PyDict::new(py);
+    dict.set_item("calls", calls)?;
+    for (name, time) in [
+        ("meeting", meeting),
+        ("agreement", agreement),
+        ("before", before),
+        ("between", between),
+        ("after", after),
+        ("total", total),
+    ] {
+        dict.set_item(name, time.as_secs_f64())?;
     }
     Ok(dict)
 }
