@@ -1,9 +1,9 @@
 """Builds the tables of docs/performance and README.md, and their pictures, from bench/results.
 
 In the documents everything between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table that
-the function of that name makes from its results: here, in tables_gpu.py for GPUs, in tables_scale.py for several hosts, or in
-tables_summary.py. The pictures are the files in docs/pictures, made by charts.py and tables_scale.py. With --check nothing is written, and the
-exit code says whether all of them are up to date.
+the function of that name makes from its results: here, in tables_gpu.py for GPUs, in tables_scale.py for
+several hosts, or in tables_summary.py. The pictures are the files in docs/pictures, made by charts.py and
+tables_scale.py. With --check nothing is written, and the exit code says whether all of them are up to date.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Tables and the picture of docs/scale.md: what a model predicts of collectives over hosts, from costs that `bench hosts`
-measured, and by how much it was off there."""
+"""Tables and the picture of docs/scale.md: what a model predicts of collectives over hosts, from costs that
+`bench hosts` measured, and by how much it was off there."""
 
 import importlib.util
 import sys
@@ -28,7 +28,8 @@ OTHERS = ("hosts_3and1", "hosts_4x1", "hosts_1x4")
 RANKS = 8
 HOSTS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 SIZES = [4 << 10, 256 << 10, 16 << 20, 256 << 20]
-#: A network that is given: seconds of a step and of each further message, and bytes a second of one connection and of a host.
+#: A network that is given: seconds of a step and of each further message, and bytes a second of one
+#: connection and of a host.
 STEP, PEER, ONE, ALL = 20e-6, 2e-6, 3e9, 12.5e9
 
 
@@ -76,7 +77,9 @@ def scale_errors():
             errors.append(abs(phases["off"]))
             cells = [entry["operation"].replace("_", "-"), size(entry["bytes"])]
             rows.append([shown, *cells, figure(total), figure(ours), f"{phases['off']:+.0%}"])
-        where.append(f"{shown}, torch {report['torch']}, {report['cores']} cores, {report['measured_at'][:10]}")
+        where.append(
+            f"{shown}, torch {report['torch']}, {report['cores']} cores, {report['measured_at'][:10]}"
+        )
     head = ["hosts x ranks", "call", "bytes", "predicted ms", "measured ms", "off by"]
     return f"{'; '.join(where)}. Median error {median(errors):.0%}:\n\n{table(head, rows)}"
 
@@ -118,7 +121,9 @@ def hosts_bars():
             call = each["operation"].replace("_", "-")
             bar = f"{sign} {each['bar']:{form}}"
             verdict = "met" if each["met"] else "missed"
-            rows.append([shown, call, size(each["bytes"]), each["what"], f"{each['measured']:{form}}", bar, verdict])
+            rows.append(
+                [shown, call, size(each["bytes"]), each["what"], f"{each['measured']:{form}}", bar, verdict]
+            )
     return table(["ranks of hosts", "call", "bytes", "what", "measured", "bar", ""], rows)
 
 
@@ -131,8 +136,8 @@ BOUNDS = {"handshakes": "up", "inside": "square", "between": "circle"}
 
 
 def picture():
-    """An SVG of the predicted time of all-reduces over the number of hosts: a line for each size, a marker for what
-    takes most of the time."""
+    """An SVG of the predicted time of all-reduces over the number of hosts: a line for each size, a marker
+    for what takes most of the time."""
     given = costs()
     curves = {
         each: [(hosts, scale.predict("all_reduce", each, hosts, RANKS, given)) for hosts in HOSTS]

@@ -83,7 +83,7 @@ def test_uneven_hosts_are_measured(tmp_path):
 
 
 #: Costs at which everything that can be counted is a whole number of seconds.
-UNITS = dict(handshake=1.0, byte=0.0, step=100.0, peer=0.0, alone=0.0, leaving=0.0)
+UNITS = {"handshake": 1.0, "byte": 0.0, "step": 100.0, "peer": 0.0, "alone": 0.0, "leaving": 0.0}
 
 
 def test_small_calls_cost_one_step_and_large_ones_of_three_hosts_two():
@@ -106,7 +106,7 @@ def test_bytes_that_leave_a_host_are_counted_once():
 
 
 def test_phases_beside_each_other_count_once_unless_they_share_processors():
-    times = dict(handshake=0, byte=1.0, step=0, peer=0, alone=0, leaving=1.0)
+    times = {"handshake": 0, "byte": 1.0, "step": 0, "peer": 0, "alone": 0, "leaving": 1.0}
     size = 64 << 20
     apart = scale.predict("all_reduce", size, 2, 4, scale.Costs(**times))
     shared = scale.predict("all_reduce", size, 2, 4, scale.Costs(**times, shares=True))

@@ -17,12 +17,12 @@ from symmpool.bench.arguments import add_measuring, size_list
 
 #: About how many bytes a span of calls moves.
 SPAN_BYTES = 16 << 20
-#: Bytes of the call inside a host, and of the messages between hosts, by which the cost of a byte is measured.
+#: Bytes of the call inside a host, and of messages between hosts, by which the cost of a byte is measured.
 INSIDE, BETWEEN = 4 << 20, 1 << 20
 #: Phases of a call in the order in which they begin, as `Communicator.phase_times` calls them.
 PHASES = ("meeting", "agreement", "before", "between", "after")
-#: How much longer gloo alone takes at least, where hosts have as many ranks, several each: from and up to which
-#: bytes of the whole tensor.
+#: How many times as long gloo alone takes at least, where hosts have as many ranks, several each: from and
+#: up to which bytes of the whole tensor.
 FASTER = {
     "all_reduce": (2.0, 1 << 20, 64 << 20),
     "reduce_scatter": (1.5, 1 << 20, 64 << 20),
@@ -197,7 +197,7 @@ def ratio(row, ours, other):
 
 
 def bars(rows, placed):
-    """What the rows are to reach: for each, what is compared, the bar, the measured value, and whether it is met."""
+    """What the rows are to reach: what is compared, the bar, the measured value, and whether it is met."""
     counts = {len(each) for each in placed}
     several = len(placed) > 1 and len(counts) == 1 and max(counts) > 1
     found = []
@@ -255,7 +255,9 @@ def print_bars(found):
     for each in found:
         sign = ">=" if each["at_least"] else "<="
         percent = each["what"] == "agreement / call"
-        bar, measured = (f"{each[name]:.1%}" if percent else f"{each[name]:.2f}" for name in ("bar", "measured"))
+        bar, measured = (
+            f"{each[name]:.1%}" if percent else f"{each[name]:.2f}" for name in ("bar", "measured")
+        )
         verdict = "met" if each["met"] else "MISSED"
         size = table.show_size(each["bytes"])
         lines.append([each["operation"], size, each["what"], measured, f"{sign} {bar}", verdict])

@@ -40,8 +40,8 @@ class Costs:
     #: A byte that leaves a host by one connection of its leader, and by those of all of its ranks.
     alone: float
     leaving: float
-    #: Whether phases inside hosts and between them take each other's time, as on pretended hosts, where both need
-    #: the same processors. Else the longer one decides where they run beside each other.
+    #: Whether phases inside hosts and between them take each other's time, as on pretended hosts, where both
+    #: need the same processors. Else the longer one decides where they run beside each other.
     shares: bool = False
 
 
@@ -92,8 +92,8 @@ def _step(hosts: int, costs: Costs) -> float:
 
 def _by_leaders(operation: str, size: int, piece: float, hosts: int, ranks: int, costs: Costs) -> Phases:
     others = hosts - 1
-    # Bytes that pass through the rank that has the most of them: it puts its data into the leader's memory, the
-    # leader reduces them, and every rank takes its result.
+    # Bytes that pass through the rank that has the most of them: it puts its data into the leader's memory,
+    # the leader reduces them, and every rank takes its result.
     touched = {
         "all_reduce": 2 * size + (ranks + others) * size + (hosts + 1) * size,
         "reduce_scatter": 2 * size + (ranks + 1) * size + (hosts + 1) * size / (hosts * ranks),
@@ -111,8 +111,8 @@ def _by_leaders(operation: str, size: int, piece: float, hosts: int, ranks: int,
 
 
 def _by_all_ranks(operation: str, size: int, hosts: int, ranks: int, costs: Costs) -> Phases:
-    # One message between the leaders, while the hosts work inside, and then all ranks. An all-reduce between two
-    # hosts is one exchange of whole parts.
+    # One message between the leaders, while the hosts work inside, and then all ranks. An all-reduce between
+    # two hosts is one exchange of whole parts.
     step = _step(hosts, costs)
     steps = 2 if operation == "all_reduce" and hosts > 2 else 1
     leaving = {
