@@ -93,6 +93,8 @@ def test_small_calls_cost_one_step_and_large_ones_of_three_hosts_two():
     large = scale.predict("all_reduce", 1 << 20, 3, 8, scale.Costs(**UNITS))
     assert (large.handshakes, large.between) == (6, 300)
     assert scale.predict("all_reduce", 1 << 20, 2, 8, scale.Costs(**UNITS)).between == 200
+    # Too much for the leaders of many hosts, and gathered whole.
+    assert scale.predict("all_reduce", 4096, 1024, 8, scale.Costs(**UNITS)).between == 200
 
 
 def test_bytes_that_leave_a_host_are_counted_once():

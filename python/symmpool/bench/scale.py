@@ -17,6 +17,8 @@ MAX_REDUCED, MAX_MOVED = 256 << 10, 2 << 20
 MAX_ROOM, MAX_ROOM_IN_ALL = 256 << 10, 2 << 20
 #: Bytes of such a message without data.
 HEAD = 1 << 10
+#: Most bytes of an all-reduce that every rank gets whole from the others, where leaders do not exchange it.
+SMALL = 16 << 10
 #: Bytes of a rank's part of a chunk of an all-reduce.
 PART = 2 << 20
 #: Bytes of a rank's part from which on an all-to-all between two hosts copies nothing on its way.
@@ -114,23 +116,26 @@ def _by_all_ranks(operation: str, size: int, hosts: int, ranks: int, costs: Cost
     # One message between the leaders, while the hosts work inside, and then all ranks. An all-reduce between
     # two hosts is one exchange of whole parts.
     step = _step(hosts, costs)
-    steps = 2 if operation == "all_reduce" and hosts > 2 else 1
+    small = operation == "all_reduce" and size <= SMALL
+    steps = 2 if operation == "all_reduce" and hosts > 2 and not small else 1
     leaving = {
         "all_reduce": size if hosts == 2 else 2 * (hosts - 1) / hosts * size,
+        "small": (hosts - 1) * size * ranks,
         "all_gather": (hosts - 1) / hosts * size,
         "reduce_scatter": (hosts - 1) / hosts * size,
         "broadcast": (hosts - 1) * size,
         "all_to_all": (hosts - 1) / hosts * size * ranks,
-    }[operation]
+    }["small" if small else operation]
     direct = hosts == 2 and size / (hosts * ranks) >= DIRECT
     touched = {
         # Each rank reads its part of all inputs, adds the other hosts' to it, and copies all parts.
         "all_reduce": size + size / ranks + 3 * size / ranks + 2 * size,
+        "small": (ranks + hosts + 3) * size,
         "reduce_scatter": size + size / ranks + 2 * size / ranks,
         "all_gather": 2 * size + 2 * size / (hosts * ranks),
         "broadcast": 2 * size,
         "all_to_all": 2 * size / hosts if direct else 2 * size,
-    }[operation]
+    }["small" if small else operation]
     chunks = -(-size // (PART * ranks)) if operation == "all_reduce" else 1
     inside, between = touched * costs.byte, leaving * costs.leaving + steps * chunks * step
     agreement = step if costs.shares else max(0.0, step - inside / chunks)
