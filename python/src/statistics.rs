@@ -7,6 +7,9 @@ use pyo3::types::PyDict;
 use symmpool_allocator::PoolStats;
 use symmpool_collectives::{Communicator, CommunicatorMemory, PhaseTimes};
 
+use crate::errors::OrRaise;
+use crate::fork_guarded::ForkGuarded;
+
 /// The communicators that were made on a pool.
 #[derive(Default)]
 pub(crate) struct Communicators(Mutex<Vec<Weak<Communicator>>>);
@@ -87,9 +90,14 @@ pub(crate) fn of_communicator<'py>(
     Ok(dict)
 }
 
-/// Returns a rank's phases in seconds as a dictionary.
-pub(crate) fn of_phases<'py>(py: Python<'py>, times: &PhaseTimes) -> PyResult<Bound<'py, PyDict>> {
-    let PhaseTimes { calls, meeting, agreement, before, between, after, total } = *times;
+/// Returns a rank's phases in seconds as a dictionary; `None` where all ranks are on one host. In a forked child an error.
+pub(crate) fn of_phases<'py>(
+    py: Python<'py>,
+    comm: &ForkGuarded<Arc<Communicator>>,
+) -> PyResult<Option<Bound<'py, PyDict>>> {
+    comm.check("a communicator").or_raise(py)?;
+    let Some(times) = py.detach(|| comm.phase_times()) else { return Ok(None) };
+    let PhaseTimes { calls, meeting, agreement, before, between, after, total } = times;
     let dict = PyDict::new(py);
     dict.set_item("calls", calls)?;
     for (name, time) in [
@@ -102,5 +110,5 @@ pub(crate) fn of_phases<'py>(py: Python<'py>, times: &PhaseTimes) -> PyResult<Bo
     ] {
         dict.set_item(name, time.as_secs_f64())?;
     }
-    Ok(dict)
+    Ok(Some(dict))
 }

@@ -2,7 +2,6 @@
 
 use std::time::Instant;
 
-use super::state::SpanningEngine;
 use crate::PhaseTimes;
 use crate::algorithm::StandardCollective;
 
@@ -33,23 +32,19 @@ pub(super) struct PhaseClock {
     is_running: bool,
 }
 
-impl SpanningEngine {
-    /// Time of this rank's calls so far.
-    pub(crate) fn phase_times(&self) -> PhaseTimes {
-        self.clock.times
+impl PhaseClock {
+    /// Begins a phase, unless another one is under way, of which it is a part.
+    pub(super) fn begin(&mut self) -> Option<Instant> {
+        let began = (!self.is_running).then(Instant::now);
+        self.is_running = true;
+        began
     }
 
-    /// Does a part of a call, whose time counts as that phase's. A phase within another one counts as the outer one.
-    pub(super) fn timed<T>(&mut self, phase: Phase, run: impl FnOnce(&mut Self) -> T) -> T {
-        if self.clock.is_running {
-            return run(self);
-        }
-        self.clock.is_running = true;
-        let began = Instant::now();
-        let made = run(self);
-        let took = began.elapsed();
-        self.clock.is_running = false;
-        let times = &mut self.clock.times;
+    /// Ends a phase that [`begin`](Self::begin) began.
+    pub(super) fn end(&mut self, phase: Phase, began: Option<Instant>) {
+        let Some(began) = began else { return };
+        self.is_running = false;
+        let times = &mut self.times;
         let part = match phase {
             Phase::Meeting => &mut times.meeting,
             Phase::Agreement => &mut times.agreement,
@@ -57,7 +52,6 @@ impl SpanningEngine {
             Phase::Between => &mut times.between,
             Phase::After => &mut times.after,
         };
-        *part += took;
-        made
+        *part += began.elapsed();
     }
 }

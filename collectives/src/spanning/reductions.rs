@@ -6,7 +6,9 @@ use symmpool_allocator::Result;
 
 use super::exchange::{HostReduction, pack};
 use super::ranks::Route;
-use super::staging::{PACKED_BYTES, SLOT_BYTES, SLOTS, STAGING, StagingPart, elements_of};
+use super::staging::{
+    PACKED_BYTES, PART_BYTES, SLOT_BYTES, SLOTS, STAGING, StagingPart, elements_of,
+};
 use super::state::SpanningEngine;
 use crate::ReduceOp;
 use crate::algorithm::StandardCollective;
@@ -16,9 +18,6 @@ use crate::types::place::Place;
 
 /// All-reduces of up to so many bytes go over each connection whole: one step between hosts instead of two.
 const SMALL_BYTES: usize = 16 << 10;
-/// Bytes of each rank's part of a chunk of a large all-reduce: enough that a message between hosts is a large one, and so few
-/// that much of the data is in caches still where the next phase takes it.
-pub(super) const PART_BYTES: usize = 2 << 20;
 
 /// A chunk of an all-reduce on its way.
 #[derive(Clone, Copy)]

@@ -17,7 +17,7 @@ use crate::engine::Engine;
 use crate::host::Isa;
 use crate::outer::Outers;
 use crate::types::place::Place;
-use crate::{DType, ReduceOp};
+use crate::{DType, PhaseTimes, ReduceOp};
 
 /// How long a rank whose transfer has failed waits for the reason of another one.
 const REASON_WAIT: Duration = Duration::from_secs(2);
@@ -122,6 +122,19 @@ impl SpanningEngine {
         self.clock.times.total += began.elapsed();
         self.clock.times.calls += u64::from(made.is_ok());
         made.map_err(|why| if self.agreement.take_shared() { why } else { self.fail(why) })
+    }
+
+    /// Time of this rank's calls so far.
+    pub(crate) fn phase_times(&self) -> PhaseTimes {
+        self.clock.times
+    }
+
+    /// Does a part of a call, whose time counts as that phase's. A phase within another one counts as the outer one.
+    pub(super) fn timed<T>(&mut self, phase: Phase, run: impl FnOnce(&mut Self) -> T) -> T {
+        let began = self.clock.begin();
+        let made = run(self);
+        self.clock.end(phase, began);
+        made
     }
 
     pub(super) fn ready(&mut self) -> Result<()> {

