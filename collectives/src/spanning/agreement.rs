@@ -45,6 +45,8 @@ impl SpanningEngine {
                 self.agreement.open = Some(call);
                 Ok(())
             }
+            // A rank of the host has stopped for good: its reason is the error of all.
+            Err(why) if self.has_stopped() => Err(why),
             Err(why) => Err(self.disagree(call, why)),
         }
     }

@@ -195,6 +195,12 @@ impl SpanningEngine {
             .clone()
     }
 
+    /// Whether a rank has ended the communicator, and left the reason. Waits for none.
+    #[cold]
+    pub(super) fn has_stopped(&self) -> bool {
+        self.group.has_reason(&self.name, Deadline::after(REASON_WAIT))
+    }
+
     /// Ends all transfers, and closes the connections.
     fn abort(&mut self) {
         if let Some(rail) = &mut self.outers.rail {
