@@ -1,9 +1,9 @@
 """Builds the tables of docs/performance and README.md, and their pictures, from bench/results.
 
 In the documents everything between `<!-- table: NAME -->` and `<!-- end -->` is replaced by the table that
-the function of that name makes from its results: here, in tables_gpu.py for GPUs, or in tables_summary.py.
-The pictures are the files in docs/pictures, made by charts.py. With --check nothing is written, and the
-exit code says whether all of them are up to date.
+the function of that name makes from its results: here, in tables_gpu.py for GPUs, in tables_scale.py for
+several hosts, or in tables_summary.py. The pictures are the files in docs/pictures, made by charts.py and
+tables_scale.py. With --check nothing is written, and the exit code says whether all of them are up to date.
 """
 
 import re
@@ -12,6 +12,7 @@ import textwrap
 
 import charts
 import tables_gpu
+import tables_scale
 import tables_summary
 from cells import RESULTS, ROOT, figure, load, score, size, table
 
@@ -175,11 +176,12 @@ MAKERS = {
         commit,
     )
 }
-MAKERS |= tables_gpu.MAKERS | tables_summary.MAKERS
+MAKERS |= tables_gpu.MAKERS | tables_scale.MAKERS | tables_summary.MAKERS
 #: The documents that have tables.
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs/performance.md",
+    ROOT / "docs/scale.md",
     *sorted((ROOT / "docs/performance").glob("*.md")),
 )
 MARKED = re.compile(r"^( *)(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL | re.MULTILINE)
@@ -200,7 +202,8 @@ def fill(text, makers=MAKERS):
 def made():
     """{file: its text as bench/results has it} of all documents with tables and of all pictures."""
     texts = {document: fill(document.read_text()) for document in DOCUMENTS}
-    return texts | {charts.FOLDER / name: make() for name, make in charts.PICTURES.items()}
+    pictures = charts.PICTURES | tables_scale.PICTURES
+    return texts | {charts.FOLDER / name: make() for name, make in pictures.items()}
 
 
 def main(arguments):

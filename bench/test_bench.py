@@ -17,6 +17,7 @@ import collect
 import kernel_versions
 import tables
 import tables_gpu
+import tables_scale
 import tables_summary
 
 
@@ -30,6 +31,7 @@ def test_documents_show_what_was_measured(document):
 def test_the_tables_script_names_documents_that_are_old(tmp_path, monkeypatch):
     one, other = tmp_path / "one.md", tmp_path / "other.md"
     monkeypatch.setattr(charts, "PICTURES", {})
+    monkeypatch.setattr(tables_scale, "PICTURES", {})
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "DOCUMENTS", (one, other))
     one.write_text("as it was")
@@ -319,10 +321,11 @@ def words(text):
     return [each.text for tag, each in svg(text) if tag == "text"]
 
 
-@pytest.mark.parametrize("name", charts.PICTURES)
+@pytest.mark.parametrize("name", [*charts.PICTURES, *tables_scale.PICTURES])
 def test_pictures_show_what_was_measured(name):
     made = (charts.FOLDER / name).read_text()
-    assert made == charts.PICTURES[name](), "it does not match bench/results; run make tables"
+    pictures = charts.PICTURES | tables_scale.PICTURES
+    assert made == pictures[name](), "it does not match bench/results; run make tables"
     assert "prefers-color-scheme: dark" in made
     # A picture is loaded by itself: nothing else may be needed to show it.
     assert "http" not in made.replace("http://www.w3.org/2000/svg", "")

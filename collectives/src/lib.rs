@@ -58,5 +58,6 @@ pub use outer::{Outer, Outers, Ticket, Transfer};
 pub use types::communicator_memory::CommunicatorMemory;
 pub use types::dtype::{DType, Element};
 pub use types::float8::{F8E4m3, F8E5m2};
+pub use types::phase_times::PhaseTimes;
 pub use types::place::Place;
 pub use types::reduce_op::ReduceOp;

@@ -431,7 +431,9 @@ symmpool_status symmpool_comm_select(symmpool_comm comm,
 
 // Creates a communicator of all ranks of `pool`. Collective: every rank creates its communicators in the
 // same order. `timeout` is how long its calls wait for a late rank, in seconds, or 0 for 30. If one rank's
-// arguments are refused, all ranks get an error, and the pool can be used again after symmpool_resync.
+// arguments are refused, all ranks get an error, and the pool can be used again after symmpool_resync. Where ranks are on
+// several hosts, all get SYMMPOOL_STATUS_UNSUPPORTED, and the pool stays usable: only Rust and Python give communicators
+// what carries data between hosts.
 //
 // # Safety
 //

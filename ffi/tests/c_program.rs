@@ -90,6 +90,13 @@ fn a_c_program_sends_tokens_to_experts() {
 }
 
 #[test]
+fn communicators_over_hosts_are_refused_on_all_ranks() {
+    for (rank, output) in ranks("hosts.c", 2).iter().enumerate() {
+        was_right(rank, output);
+    }
+}
+
+#[test]
 fn the_example_adds_up_and_describes_itself() {
     let folder = tempfile::tempdir().expect("a folder");
     let example = "../../examples/first.c";

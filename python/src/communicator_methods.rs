@@ -506,12 +506,16 @@ impl Communicator {
         selection::load_tables(py, &self.calls, &path)
     }
 
-    /// Bytes that the communicator holds on this rank for as long as it lives: `control` (flags, descriptions of calls,
-    /// channels), `inboxes` (of small calls), `scratch` (of large calls and programs), `staging` (of point-to-point
-    /// messages), and `total`. They are device memory, or host memory on the CPU.
+    /// Bytes of the device, or of host memory, that the communicator holds on this rank: `control` (flags, descriptions of
+    /// calls, channels), `inboxes` (small calls), `scratch` (large calls, programs), `staging` (messages), and `total`.
     fn memory<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         self.calls.comm.check("a communicator").or_raise(py)?;
         statistics::of_communicator(py, &self.calls.comm.memory())
+    }
+
+    /// Seconds of this rank's calls over hosts so far, by phase (docs/hosts.md); None where all ranks are on one host.
+    fn phase_times<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        statistics::of_phases(py, &self.calls.comm)
     }
 
     /// Explains what a call of `collective` would do on this rank, as it would be made now: its algorithm, blocks,

@@ -5,7 +5,10 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use symmpool_allocator::PoolStats;
-use symmpool_collectives::{Communicator, CommunicatorMemory};
+use symmpool_collectives::{Communicator, CommunicatorMemory, PhaseTimes};
+
+use crate::errors::OrRaise;
+use crate::fork_guarded::ForkGuarded;
 
 /// The communicators that were made on a pool.
 #[derive(Default)]
@@ -85,4 +88,27 @@ pub(crate) fn of_communicator<'py>(
         dict.set_item(name, bytes)?;
     }
     Ok(dict)
+}
+
+/// Returns a rank's phases in seconds as a dictionary; `None` where all ranks are on one host. In a forked child an error.
+pub(crate) fn of_phases<'py>(
+    py: Python<'py>,
+    comm: &ForkGuarded<Arc<Communicator>>,
+) -> PyResult<Option<Bound<'py, PyDict>>> {
+    comm.check("a communicator").or_raise(py)?;
+    let Some(times) = py.detach(|| comm.phase_times()) else { return Ok(None) };
+    let PhaseTimes { calls, meeting, agreement, before, between, after, total } = times;
+    let dict = PyDict::new(py);
+    dict.set_item("calls", calls)?;
+    for (name, time) in [
+        ("meeting", meeting),
+        ("agreement", agreement),
+        ("before", before),
+        ("between", between),
+        ("after", after),
+        ("total", total),
+    ] {
+        dict.set_item(name, time.as_secs_f64())?;
+    }
+    Ok(Some(dict))
 }

@@ -55,6 +55,15 @@ class CommunicatorMemory(TypedDict):
     staging: int
     wanted: int
 
+class PhaseTimes(TypedDict):
+    calls: int
+    meeting: float
+    agreement: float
+    before: float
+    between: float
+    after: float
+    total: float
+
 class PoolStats(TypedDict):
     allocated: int
     reserved: int
@@ -441,6 +450,7 @@ class Communicator:
     def barrier_on(self, channel: int, timeout: float = 30.0, stream: Stream | None = None) -> None: ...
     def synchronize(self, stream: Stream | None = None) -> None: ...
     def memory(self) -> CommunicatorMemory: ...
+    def phase_times(self) -> PhaseTimes | None: ...
     def set_sm_budget(self, sms: int | None) -> None: ...
     def forget_stream(self, stream: Stream) -> None: ...
     def register(self, algorithm: Algorithm) -> None: ...

@@ -28,7 +28,13 @@ impl Group {
     pub fn leave_reason(&self, what: &str, why: &Error, deadline: Deadline) -> Result<()> {
         let rank = self.rank();
         let frame = message::encode(&Reason(rank, why.kind().clone(), why.frames().to_vec()))?;
-        self.store().set(&self.reason_key(what), &frame, deadline)
+        self.store().set(&self.reason_key(what), &frame, deadline)?;
+        self.store().add(&self.reason_count(what), 1, deadline).map(drop)
+    }
+
+    /// Whether a rank has left a reason for `what`. It waits for none: one request to the store; false where that fails.
+    pub fn has_reason(&self, what: &str, deadline: Deadline) -> bool {
+        self.store().add(&self.reason_count(what), 0, deadline).is_ok_and(|count| count > 0)
     }
 
     /// The reason that a rank has left for `what`, and that rank. Waits for one until `deadline`; `None` if there is none by
@@ -37,6 +43,10 @@ impl Group {
         let frame = self.store().get(&self.reason_key(what), deadline).ok()?;
         let Reason(rank, kind, frames) = message::decode(self.rank(), &frame).ok()?;
         Some((rank, frames.into_iter().fold(Error::from_kind(kind), Error::context)))
+    }
+
+    fn reason_count(&self, what: &str) -> String {
+        format!("{}/count", self.reason_key(what))
     }
 
     fn reason_key(&self, what: &str) -> String {
@@ -53,6 +63,7 @@ mod tests {
         let groups = Group::in_process(2).unwrap();
         let soon = || Deadline::after(std::time::Duration::from_millis(20));
         assert!(groups[1].found_reason("a call", soon()).is_none());
+        assert!(!groups[1].has_reason("a call", soon()));
         groups[0]
             .leave_reason("a call", &Error::out_of_memory("none left").context("at work"), soon())
             .unwrap();
@@ -62,5 +73,6 @@ mod tests {
         groups[1].leave_reason("a call", &Error::invalid_state("later"), soon()).unwrap();
         assert_eq!(groups[0].found_reason("a call", soon()).unwrap().0, 1);
         assert!(groups[0].found_reason("another", soon()).is_none());
+        assert!(groups[1].has_reason("a call", soon()) && !groups[1].has_reason("another", soon()));
     }
 }

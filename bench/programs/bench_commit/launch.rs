@@ -31,7 +31,11 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
     let server = TcpServer::bind("127.0.0.1:0", TcpOptions::default());
     let server = server.map_err(|error| error.to_string())?;
     let reports = collect(options, &server.local_addr().to_string(), deadline)?;
-    println!("{} rank processes, medians of {} commits", options.ranks, options.repeats);
+    let places = match options.hosts {
+        1 => String::new(),
+        hosts => format!(" on {hosts} pretended hosts"),
+    };
+    println!("{} rank processes{places}, medians of {} commits", options.ranks, options.repeats);
     let mut scenarios = Vec::new();
     for (at, (scenario, bar)) in Scenario::all(options.cuda).enumerate() {
         let all: Vec<&Value> = reports.iter().map(|report| &report["scenarios"][at]).collect();
@@ -73,6 +77,8 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
     let check = reports.iter().filter_map(|report| report["check_ns"].as_f64()).fold(0.0, f64::max);
     println!("{:<28} {:>9.3} ms", "commit without new memory", median(&empty) / 1e3);
     println!("{:<28} {check:>9.1} ns", "check that none is due");
+    let gather = slowest(reports.iter().map(|report| &report["store_gather_us"]));
+    println!("{:<28} {:>9.3} ms", "round trip of the store", median(&gather) / 1e3);
     Ok(json!({
         "ranks": options.ranks,
         "repeats": options.repeats,
@@ -81,6 +87,8 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
         "scenarios": scenarios,
         "empty_commit_ms": median(&empty) / 1e3,
         "due_check_ns": check,
+        "hosts": options.hosts,
+        "store_round_trip_ms": median(&gather) / 1e3,
     }))
 }
 
@@ -95,6 +103,7 @@ fn collect(options: &Options, address: &str, deadline: Deadline) -> Result<Vec<V
             .args(["--ranks", &options.ranks.to_string()])
             .args(["--driver", if options.cuda { "cuda" } else { "host" }])
             .args(["--repeats", &options.repeats.to_string()])
+            .args(["--hosts", &options.hosts.to_string()])
             .args(["--timeout", &options.timeout.as_secs().to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())

@@ -4,6 +4,7 @@
 //! ```text
 //! cargo run --release -p symmpool-bench --bin bench_commit -- --json commit.json
 //! cargo run --release -p symmpool-bench --bin bench_commit -- --driver cuda
+//! cargo run --release -p symmpool-bench --bin bench_commit -- --ranks 8 --hosts 2
 //! cargo run --release -p symmpool-bench --bin bench_commit -- --sim-ranks 4096
 //! ```
 //!
@@ -12,6 +13,7 @@
 
 mod facts;
 mod figures;
+mod hosts;
 mod launch;
 mod phases;
 mod rank;
@@ -25,22 +27,26 @@ use serde_json::{Value, json};
 use symmpool_allocator::Deadline;
 
 const HELP: &str = "\
-bench_commit [--ranks N] [--driver host|cuda] [--repeats N]
+bench_commit [--ranks N] [--driver host|cuda] [--repeats N] [--hosts N]
               [--sim-ranks N] [--timeout SECONDS] [--json FILE]
 
   --ranks N          rank processes (4)
   --driver NAME      host memory, or that of CUDA devices: rank r has device r modulo their number (host)
   --repeats N        commits of each kind; their median is reported (21, at least 15)
+  --hosts N          also with the ranks on so many pretended hosts, compared with one (1)
   --sim-ranks N      instead: the protocol alone, on N simulated ranks in this process
   --timeout SECONDS  limit for the whole run (300)
   --json FILE        write the results and facts about the machine as JSON
 ";
 
 /// The command line's options.
+#[derive(Clone)]
 pub(crate) struct Options {
     ranks: u32,
     cuda: bool,
     repeats: usize,
+    /// Pretended hosts, each of which has as many ranks.
+    hosts: u32,
     sim_ranks: Option<u32>,
     timeout: Duration,
     json: Option<String>,
@@ -54,6 +60,7 @@ impl Options {
             ranks: 4,
             cuda: false,
             repeats: 21,
+            hosts: 1,
             sim_ranks: None,
             timeout: Duration::from_secs(300),
             json: None,
@@ -72,6 +79,7 @@ impl Options {
                     };
                 }
                 "--repeats" => options.repeats = number(&argument, &value()?)?,
+                "--hosts" => options.hosts = number(&argument, &value()?)?,
                 "--sim-ranks" => options.sim_ranks = Some(number(&argument, &value()?)?),
                 "--timeout" => {
                     options.timeout = Duration::from_secs(number(&argument, &value()?)?);
@@ -83,6 +91,15 @@ impl Options {
         }
         if options.ranks == 0 || options.sim_ranks == Some(0) || options.repeats < 15 {
             return Err("at least 1 rank and 15 repeats".into());
+        }
+        if options.hosts == 0 || !options.ranks.is_multiple_of(options.hosts) {
+            return Err(format!(
+                "--hosts {}: {} ranks do not divide among as many",
+                options.hosts, options.ranks
+            ));
+        }
+        if options.hosts > 1 && options.sim_ranks.is_some() {
+            return Err("--hosts and --sim-ranks: simulated ranks are on one host".into());
         }
         Ok(Some(options))
     }
@@ -127,6 +144,7 @@ fn run(options: &Options) -> Result<(), String> {
     }
     let results = match options.sim_ranks {
         Some(ranks) => sim::run(ranks, deadline)?,
+        None if options.hosts > 1 => hosts::compare(options, deadline)?,
         None => launch::run(options, deadline)?,
     };
     if let Some(path) = &options.json {

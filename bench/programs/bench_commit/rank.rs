@@ -117,16 +117,26 @@ pub(crate) fn run(
 ) -> Result<Value> {
     let notes = Notebook::new();
     let store = TcpStore::connect_as(address, TcpOptions::default(), rank, deadline)?;
-    let group =
+    let mut group =
         Group::new(rank, options.ranks, Arc::new(store))?.with_timeout(deadline.remaining());
+    if options.hosts > 1 {
+        let host = rank / (options.ranks / options.hosts);
+        group = group.with_host_id(format!("pretended-{host}"));
+    }
     let mut scenarios = Vec::new();
     for (scenario, _) in Scenario::all(options.cuda) {
         scenarios.push(measure(&group, scenario, options, &notes)?);
     }
     let (check_ns, empty) = nothing_due(&group, options)?;
+    let gather = store_gathers(&group, options)?;
     // No rank may leave before the others have finished.
     group.all_gather("end", b"", deadline)?;
-    Ok(json!({ "scenarios": scenarios, "check_ns": check_ns, "empty_commit_us": empty }))
+    Ok(json!({
+        "scenarios": scenarios,
+        "check_ns": check_ns,
+        "empty_commit_us": empty,
+        "store_gather_us": gather,
+    }))
 }
 
 /// The driver of this rank: for host memory, or for a device.
@@ -209,6 +219,21 @@ fn fill(lanes: &[Lane], scenario: &Scenario) -> Result<Vec<Block<u8>>> {
     let bytes = (scenario.block_mib * MIB) as usize;
     let each = |lane| (0..scenario.blocks).map(move |_| Lane::alloc(lane, bytes));
     lanes.iter().flat_map(each).collect()
+}
+
+/// Microseconds of round trips of the store in which all ranks take part: the steps of which commits over hosts are made.
+fn store_gathers(group: &Group, options: &Options) -> Result<Vec<f64>> {
+    let start = group.child("trips");
+    let mut times = Vec::new();
+    for trip in 0..=options.repeats {
+        start.all_gather("begin", b"", group.deadline())?;
+        let began = Instant::now();
+        start.all_gather("trip", &[0; 64], group.deadline())?;
+        if trip > 0 {
+            times.push(micros(began.elapsed()));
+        }
+    }
+    Ok(times)
 }
 
 /// Times of the check whether a commit is due when none is, in nanoseconds, and of commits without new memory,

@@ -1,11 +1,12 @@
-//! Memory that a communicator holds.
+//! Memory that a communicator holds, and where its time has gone.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use super::Communicator;
-use crate::CommunicatorMemory;
+use super::engine::AnyEngine;
 use crate::cuda::{communicator_bytes, growing_bytes};
+use crate::{CommunicatorMemory, PhaseTimes};
 
 impl CommunicatorMemory {
     /// Bytes that a communicator of several ranks takes of a device at most where its options leave it open: the first one
@@ -34,6 +35,15 @@ impl Communicator {
     /// Memory that this communicator holds now. Talks to nobody and waits for no call.
     pub fn memory(&self) -> CommunicatorMemory {
         *self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Time of this rank's calls by phase, where the ranks are on several hosts; `None` on one host, whose calls have no such
+    /// phases. Waits for calls under way of other threads, and talks to nobody.
+    pub fn phase_times(&self) -> Option<PhaseTimes> {
+        match &self.lock().engine {
+            AnyEngine::Spanning(spanning) => Some(spanning.phase_times()),
+            AnyEngine::Host(_) | AnyEngine::Cuda(_) => None,
+        }
     }
 
     /// Whether a device had no room for the memory of large calls since this was asked last: [`memory`](Self::memory) then says

@@ -14,6 +14,7 @@ use symmpool_allocator::{Error, Result, Stream};
 
 use super::host_message::{HEAD, HostMessage, NUMBERS, Standing};
 use super::notice_board::LeaderError;
+use super::phases::Phase;
 use super::ranks::Route;
 use super::state::SpanningEngine;
 use crate::call::{Call, OpType};
@@ -26,12 +27,13 @@ impl SpanningEngine {
 
     /// Meets the ranks of this host, all of which must make the same call. Behind it the hosts have not agreed yet. `fill` runs before
     /// that, and may write where no rank of this host reads any more: what calls of the same parity have on the leader.
-    pub(super) fn enter(&mut self, call: Call, fill: impl FnOnce(&Self)) -> Result<()> {
+    pub(super) fn enter(&mut self, call: Call, fill: impl FnOnce(&mut Self)) -> Result<()> {
         self.agreement.number += 1;
         // The other ranks of the host come to calls that this rank declined by their handshakes.
         self.inner.catch_up().map_err(|why| self.in_group(why))?;
         fill(self);
-        let met = self.inner.meet(&call).map_err(|why| self.in_group(why));
+        let met = self.timed(Phase::Meeting, |engine| engine.inner.meet(&call));
+        let met = met.map_err(|why| self.in_group(why));
         if self.inner.failure().is_some() {
             return met;
         }
@@ -43,6 +45,8 @@ impl SpanningEngine {
                 self.agreement.open = Some(call);
                 Ok(())
             }
+            // A rank of the host has stopped for good: its reason is the error of all.
+            Err(why) if self.has_stopped() => Err(why),
             Err(why) => Err(self.disagree(call, why)),
         }
     }
@@ -50,7 +54,9 @@ impl SpanningEngine {
     /// Has the leader send the host's message without data. To be called where no data goes with it, behind [`Self::enter`].
     pub(super) fn announce(&mut self) -> Result<()> {
         match self.agreement.open {
-            Some(call) if self.leads() => self.send(call, None, |_| ()),
+            Some(call) if self.leads() => {
+                self.timed(Phase::Agreement, |engine| engine.send(call, None, |_| ()))
+            }
             _ => Ok(()),
         }
     }
@@ -82,8 +88,10 @@ impl SpanningEngine {
     /// [`Self::announce`].
     pub(super) fn settle(&mut self) -> Result<()> {
         let Some(call) = self.agreement.open else { return Ok(()) };
-        let found = if self.leads() { self.hear(&call, |_| ()) } else { Ok(()) };
-        self.tell_host(found, 0)
+        self.timed(Phase::Agreement, |engine| {
+            let found = if engine.leads() { engine.hear(&call, |_| ()) } else { Ok(()) };
+            engine.tell_host(found, 0)
+        })
     }
 
     /// Waits for the other hosts' messages, and compares them. `empty` takes the data out of them. The leader alone.

@@ -5,6 +5,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::host_message::HostMessage;
+use super::phases::Phase;
 use super::ranks::Route;
 use super::state::SpanningEngine;
 use crate::host::{ReduceFn, select};
@@ -48,7 +49,7 @@ impl SpanningEngine {
     pub(super) unsafe fn begin(&mut self, route: Route, transfer: Transfer<'_>) -> Result<Ticket> {
         self.settle()?;
         // SAFETY: the caller promised what `Outer::begin` asks.
-        unsafe { self.begin_agreed(route, transfer) }
+        self.timed(Phase::Between, |engine| unsafe { engine.begin_agreed(route, transfer) })
     }
 
     /// Begins a transfer of a call on which the leaders have agreed.
@@ -84,7 +85,8 @@ impl SpanningEngine {
     }
 
     pub(super) fn finish(&mut self, route: Route, ticket: Ticket) -> Result<()> {
-        let finished = self.outer(route).finish(ticket, &Stream::DEFAULT);
+        let finished = self
+            .timed(Phase::Between, |engine| engine.outer(route).finish(ticket, &Stream::DEFAULT));
         finished.map_err(|error| self.between_hosts(route, error))
     }
 
@@ -134,6 +136,11 @@ impl SpanningEngine {
     pub(super) fn divides(dtype: DType, op: ReduceOp) -> bool {
         let is_integer = matches!(dtype, DType::I32 | DType::I64 | DType::U8 | DType::I8);
         !(op == ReduceOp::Avg && is_integer)
+    }
+
+    /// Whether a reduction is made inside hosts of different numbers of ranks and between them.
+    pub(super) fn divides_unevenly(&self, dtype: DType, op: ReduceOp) -> bool {
+        !self.ranks.is_alike && Self::divides(dtype, op)
     }
 }
 

@@ -80,17 +80,12 @@ impl Engine for SpanningEngine {
     }
 
     fn begin_rehearsal(&mut self, _: Lifts) {
-        (self.rehearses, self.rehearsed_leaders) = (true, false);
+        (self.rehearses, self.rehearsed) = (true, self.way_between(self.route()));
     }
 
     fn end_rehearsal(&mut self) -> Rehearsed {
         self.rehearses = false;
-        let algorithm = match (self.rehearsed_leaders, self.route()) {
-            (true, _) => "leaders",
-            (false, Route::Rail) => "hierarchical",
-            (false, Route::Flat) => "outer",
-        };
-        Rehearsed { algorithm: algorithm.into(), ..Rehearsed::default() }
+        Rehearsed { algorithm: self.rehearsed.into(), ..Rehearsed::default() }
     }
 
     fn algorithms(&self, _: StandardCollective) -> Vec<AlgorithmId> {
@@ -115,11 +110,19 @@ impl Engine for SpanningEngine {
         let description = call.describe();
         let plan = if sound.is_ok() { self.by_leaders(call.collective, &given) } else { None };
         if let Some(plan) = plan {
-            self.rehearsed_leaders = self.rehearses;
+            self.rehearsed = "leaders";
             // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
             return self.call_behind(sound, |engine, ()| unsafe {
                 engine.run_by_leaders(description, &plan)
             });
+        }
+        if call.collective.reduces() {
+            let route = if self.divides_unevenly(given.dtype, given.op) {
+                Route::Rail
+            } else {
+                self.reduction_route(given.dtype, given.op)
+            };
+            self.rehearsed = self.way_between(route);
         }
         self.call(description, sound, |engine, ()| {
             if given.count == 0 {

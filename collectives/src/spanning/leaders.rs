@@ -18,6 +18,7 @@ use symmpool_allocator::Result;
 
 use super::exchange::HostReduction;
 use super::host_message::HostMessage;
+use super::phases::Phase;
 use super::ranks::Route;
 use super::staging::LeaderAreas;
 use super::state::SpanningEngine;
@@ -58,7 +59,7 @@ impl SpanningEngine {
         let Arguments { count, dtype, op, root, .. } = *given;
         let reduces =
             matches!(collective, StandardCollective::AllReduce | StandardCollective::ReduceScatter);
-        if count == 0 || (reduces && !(self.ranks.is_alike && Self::divides(dtype, op))) {
+        if count == 0 || (reduces && !Self::divides(dtype, op)) {
             return None;
         }
         let (here, hosts) = (self.ranks.host as usize, self.ranks.host_count());
@@ -117,17 +118,21 @@ impl SpanningEngine {
     /// You must keep the promises of the engine's methods.
     pub(super) unsafe fn run_by_leaders(&mut self, call: Call, plan: &LeaderCall) -> Result<()> {
         let areas = self.staging.areas(self.agreement.number + 1);
-        // SAFETY: the caller promised that the input is there; `enter` fills the areas where nobody uses them.
-        self.enter(call, |engine| unsafe { engine.fill(plan, areas) })?;
-        let found = if self.leads() {
-            // SAFETY: all ranks of the host have filled the areas, and read them behind the second handshake alone.
-            unsafe { self.exchange_as_leader(&call, plan, areas) }
-        } else {
-            Ok(())
-        };
-        self.tell_host(found, plan.piece)?;
+        self.enter(call, |engine| {
+            // SAFETY: the caller promised that the input is there; `enter` fills the areas where nobody uses them.
+            engine.timed(Phase::Before, |engine| unsafe { engine.fill(plan, areas) });
+        })?;
+        self.timed(Phase::Between, |engine| {
+            let found = if engine.leads() {
+                // SAFETY: all ranks of the host have filled the areas, and read them behind the second handshake alone.
+                unsafe { engine.exchange_as_leader(&call, plan, areas) }
+            } else {
+                Ok(())
+            };
+            engine.tell_host(found, plan.piece)
+        })?;
         // SAFETY: the caller promised that the output is there; behind the second handshake the leader has all data.
-        unsafe { self.empty(plan, areas) };
+        self.timed(Phase::After, |engine| unsafe { engine.empty(plan, areas) });
         Ok(())
     }
 

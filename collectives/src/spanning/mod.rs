@@ -4,7 +4,8 @@
 //! ranks, and the description by which the hosts agree on the call. In large calls of hosts that have as many ranks, phases
 //! inside the hosts go by shared memory, and phases between the ranks of equal index on all hosts by the outer engine. So
 //! each byte that leaves a host does so once, over as many connections as hosts have ranks. All-reduces go in chunks, of
-//! which the phases run beside each other. Other groups use the outer engine between all ranks. `ways` has the sizes.
+//! which the phases run beside each other. Hosts of different numbers of ranks do so
+//! in reductions, and use the outer engine between all ranks in other large calls. `ways` has the sizes.
 //!
 //! The outer engine only moves bytes. Reductions are made here, in the order of hosts, so results have the same bits in every
 //! run, at every size and on every rank, whatever the outer engine. A host's partial result is rounded to the element type.
@@ -16,6 +17,7 @@
 //! | `state` | the state, and how a call begins and ends |
 //! | `agreement`, `notice_board` | how all hosts agree on a call before its bytes leave one, and how a host's ranks learn why not |
 //! | `host_message` | the message by which they do, and the state of that |
+//! | `phases` | how long phases take |
 //! | `checks` | what a rank checks of its own arguments |
 //! | `ranks` | where ranks are |
 //! | `staging` | memory for data on its way |
@@ -23,6 +25,7 @@
 //! | `leaders` | calls that do |
 //! | `exchange` | moves and reductions between the ranks of an outer engine |
 //! | `reductions`, `moves`, `splits` | the collectives by other ways |
+//! | `uneven` | reductions of hosts of different numbers of ranks |
 //! | `interface` | the engine, as communicators use it |
 
 mod agreement;
@@ -33,11 +36,13 @@ mod interface;
 mod leaders;
 mod moves;
 mod notice_board;
+mod phases;
 mod ranks;
 mod reductions;
 mod splits;
 mod staging;
 mod state;
+mod uneven;
 mod ways;
 
 pub(crate) use staging::STAGING_BYTES;

@@ -33,6 +33,22 @@ impl SpanningEngine {
         let width = self.width(route);
         let inside = self.ranks.inside(route);
         let (from, to) = (self.address(input), self.address(output));
+        // An input that is no part of the output is disjoint from it.
+        let is_part = from == to.wrapping_add(self.ranks.rank as usize * count * size);
+        if route == Route::Flat && (!is_part || count <= elements_of(STAGING, 1, size)) {
+            let bytes = count * size;
+            let mut input = from.cast_const();
+            if is_part {
+                let own = self.staging.whole().take(bytes);
+                // SAFETY: the caller promised that the input is there; staging, which has room for it, does not overlap it.
+                unsafe { input.copy_to_nonoverlapping(own.at, bytes) };
+                input = own.at;
+            }
+            let gather = Transfer::AllGather { output: to, input, bytes };
+            // SAFETY: the caller promised that input and output are there, which do not overlap; the call waits for the
+            // transfer or ends it.
+            return unsafe { self.transfer(route, gather) };
+        }
         // Parts of one host lie side by side in the output, so they are gathered there.
         let in_place = self.ranks.is_blocked
             && world * count * size > PACKED_BYTES

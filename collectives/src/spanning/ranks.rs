@@ -73,6 +73,18 @@ impl RankTable {
         index_in(&self.hosts, rank)
     }
 
+    /// The least number that every host's number of ranks divides; `usize::MAX` where it cannot be counted.
+    pub(super) fn common_multiple(&self) -> usize {
+        let counts = self.hosts.iter().map(<[u32]>::len);
+        counts.fold(1, |multiple, count| {
+            let (mut divisor, mut rest) = (multiple, count);
+            while rest > 0 {
+                (divisor, rest) = (rest, divisor % rest);
+            }
+            (multiple / divisor).saturating_mul(count)
+        })
+    }
+
     /// The number of ranks of this host whose parts the phases inside it mix: one where there are none.
     pub(super) fn inside(&self, route: Route) -> usize {
         if route == Route::Rail { self.local_world() } else { 1 }

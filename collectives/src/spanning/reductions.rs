@@ -6,7 +6,9 @@ use symmpool_allocator::Result;
 
 use super::exchange::{HostReduction, pack};
 use super::ranks::Route;
-use super::staging::{PACKED_BYTES, SLOT_BYTES, SLOTS, STAGING, StagingPart, elements_of};
+use super::staging::{
+    PACKED_BYTES, PART_BYTES, SLOT_BYTES, SLOTS, STAGING, StagingPart, elements_of,
+};
 use super::state::SpanningEngine;
 use crate::ReduceOp;
 use crate::algorithm::StandardCollective;
@@ -16,9 +18,6 @@ use crate::types::place::Place;
 
 /// All-reduces of up to so many bytes go over each connection whole: one step between hosts instead of two.
 const SMALL_BYTES: usize = 16 << 10;
-/// Bytes of each rank's part of a chunk of a large all-reduce: enough that a message between hosts is a large one, and so few
-/// that much of the data is in caches still where the next phase takes it.
-const PART_BYTES: usize = 2 << 20;
 
 /// A chunk of an all-reduce on its way.
 #[derive(Clone, Copy)]
@@ -40,8 +39,12 @@ impl SpanningEngine {
     pub(super) unsafe fn all_reduce(&mut self, given: &Arguments) -> Result<()> {
         let Arguments { input, output, count, dtype, op, .. } = *given;
         let reduction = self.reduction("all_reduce", dtype, op)?;
+        if self.divides_unevenly(dtype, op) {
+            // SAFETY: the caller promised that input and output are there for `count` elements.
+            return unsafe { self.all_reduce_uneven(given, &reduction) };
+        }
         let size = dtype.size();
-        let route = if Self::divides(dtype, op) { self.route() } else { Route::Flat };
+        let route = self.reduction_route(dtype, op);
         // A chunk has as many elements for each rank of the host, and for each host of these.
         let inside = self.ranks.inside(route);
         let grain = inside * self.width(route);
@@ -231,8 +234,12 @@ impl SpanningEngine {
     pub(super) unsafe fn reduce_scatter(&mut self, given: &Arguments) -> Result<()> {
         let Arguments { input, output, count, dtype, op, .. } = *given;
         let reduction = self.reduction("reduce_scatter", dtype, op)?;
+        if self.divides_unevenly(dtype, op) {
+            // SAFETY: the caller promised that input and output are there for their parts of `count` elements.
+            return unsafe { self.reduce_scatter_uneven(given, &reduction) };
+        }
         let size = dtype.size();
-        let route = if Self::divides(dtype, op) { self.route() } else { Route::Flat };
+        let route = self.reduction_route(dtype, op);
         let (world, width) = (self.ranks.world(), self.width(route));
         let inside = self.ranks.inside(route);
         // Parts of one host lie side by side, so it is reduced where it lies.

@@ -18,6 +18,9 @@ const AREAS: usize = 5;
 /// Calls of up to so many bytes are packed, so that one call inside the host serves all hosts: copies take less time than
 /// another call.
 pub(super) const PACKED_BYTES: usize = 1 << 20;
+/// Bytes of each rank's part of a chunk of a large all-reduce: enough that a message between hosts is a large one, and so few
+/// that much of the data is in caches still where the next phase takes it.
+pub(super) const PART_BYTES: usize = 2 << 20;
 /// Bytes of all chunks, for calls whose phases do not run beside each other.
 pub(super) const STAGING: usize = SLOTS * SLOT_BYTES;
 /// Parts of a chunk's memory begin at multiples of this.

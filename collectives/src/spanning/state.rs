@@ -3,11 +3,12 @@
 #![allow(unsafe_code)] // hands raw buffers to engines
 
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Deadline, Error, Group, Hosts, Pool, ProcessId, Result, Stream};
 
 use super::host_message::Agreement;
+use super::phases::{Phase, PhaseClock};
 use super::ranks::{RankTable, Route};
 use super::staging::Staging;
 use crate::algorithm::{AUTO, StandardCollective};
@@ -16,7 +17,7 @@ use crate::engine::Engine;
 use crate::host::Isa;
 use crate::outer::Outers;
 use crate::types::place::Place;
-use crate::{DType, ReduceOp};
+use crate::{DType, PhaseTimes, ReduceOp};
 
 /// How long a rank whose transfer has failed waits for the reason of another one.
 const REASON_WAIT: Duration = Duration::from_secs(2);
@@ -41,8 +42,9 @@ pub(crate) struct SpanningEngine {
     limit: Duration,
     pub(super) maker: ProcessId,
     pub(super) rehearses: bool,
-    /// Whether the call that is rehearsed goes by the leaders.
-    pub(super) rehearsed_leaders: bool,
+    /// Which way the call takes that is rehearsed.
+    pub(super) rehearsed: &'static str,
+    pub(super) clock: PhaseClock,
 }
 
 impl SpanningEngine {
@@ -70,7 +72,8 @@ impl SpanningEngine {
             limit: Duration::ZERO,
             maker: ProcessId::here(),
             rehearses: false,
-            rehearsed_leaders: false,
+            rehearsed: "",
+            clock: PhaseClock::default(),
             ranks,
         })
     }
@@ -114,8 +117,24 @@ impl SpanningEngine {
             self.outers.flat.set_timeout(limit);
         }
         self.agreement.take_shared();
+        let began = Instant::now();
         let made = run(self, own);
+        self.clock.times.total += began.elapsed();
+        self.clock.times.calls += u64::from(made.is_ok());
         made.map_err(|why| if self.agreement.take_shared() { why } else { self.fail(why) })
+    }
+
+    /// Time of this rank's calls so far.
+    pub(crate) fn phase_times(&self) -> PhaseTimes {
+        self.clock.times
+    }
+
+    /// Does a part of a call, whose time counts as that phase's. A phase within another one counts as the outer one.
+    pub(super) fn timed<T>(&mut self, phase: Phase, run: impl FnOnce(&mut Self) -> T) -> T {
+        let began = self.clock.begin();
+        let made = run(self);
+        self.clock.end(phase, began);
+        made
     }
 
     pub(super) fn ready(&mut self) -> Result<()> {
@@ -176,6 +195,12 @@ impl SpanningEngine {
             .clone()
     }
 
+    /// Whether a rank has ended the communicator, and left the reason. Waits for none.
+    #[cold]
+    pub(super) fn has_stopped(&self) -> bool {
+        self.group.has_reason(&self.name, Deadline::after(REASON_WAIT))
+    }
+
     /// Ends all transfers, and closes the connections.
     fn abort(&mut self) {
         if let Some(rail) = &mut self.outers.rail {
@@ -216,15 +241,27 @@ impl SpanningEngine {
     ) -> Result<()> {
         let arguments = Arguments { input, output, count, dtype, op, root };
         let call = StandardCall { collective, algorithm: AUTO, arguments };
-        // SAFETY: the caller promised that the places are readable or writable for these lengths until the call returns on
-        // every rank of the host.
-        let made = unsafe { self.inner.run(&call, &Stream::DEFAULT) };
+        let made = self.timed(Phase::inside(collective), |engine| {
+            // SAFETY: the caller promised that the places are readable or writable for these lengths until the call returns
+            // on every rank of the host.
+            unsafe { engine.inner.run(&call, &Stream::DEFAULT) }
+        });
         made.map_err(|error| self.in_group(error))
     }
 
     /// Which outer engine calls use.
     pub(super) fn route(&self) -> Route {
         if self.ranks.is_even && self.outers.rail.is_some() { Route::Rail } else { Route::Flat }
+    }
+
+    /// Which outer engine reductions use, where hosts have as many ranks.
+    pub(super) fn reduction_route(&self, dtype: DType, op: ReduceOp) -> Route {
+        if Self::divides(dtype, op) { self.route() } else { Route::Flat }
+    }
+
+    /// Name of the way by an outer engine.
+    pub(super) fn way_between(&self, route: Route) -> &'static str {
+        if route == Route::Rail { "hierarchical" } else { "outer" }
     }
 
     /// Rank in the group of a rank of an outer engine.

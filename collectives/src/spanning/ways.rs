@@ -4,9 +4,9 @@
 //! | --- | --- | --- |
 //! | hosts of as many ranks, several each | up to the limits below | phases inside hosts, and exchanges between ranks of equal index |
 //! | one rank a host | up to the limits below | the outer engine alone |
-//! | hosts of different numbers of ranks | calls that do not reduce, up to the limits below | the outer engine alone |
+//! | hosts of different numbers of ranks | up to the limits below | reductions: phases inside hosts, and exchanges of what segments share; else the outer engine alone |
 //!
-//! All ways reduce in the same order, so the bits of a result do not depend on its size.
+//! All ways of a collective reduce in the same order, so the bits of a result do not depend on its size.
 
 use super::staging::AREA_BYTES;
 use crate::algorithm::StandardCollective;

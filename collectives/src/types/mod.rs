@@ -5,6 +5,7 @@ pub(crate) mod communicator_memory;
 pub(crate) mod dtype;
 pub(crate) mod float8;
 pub(crate) mod kernel_struct;
+pub(crate) mod phase_times;
 pub(crate) mod place;
 pub(crate) mod reduce_op;
 pub(crate) mod timeout;

@@ -374,3 +374,51 @@ fn a_rank_that_leaves_is_the_error_of_all_hosts() {
         assert!(error.to_string().contains("host b"), "{error}");
     }
 }
+
+/// One after the other, each transfer of a call fails on a rank: what it begins in every phase, and every chunk.
+#[test]
+fn a_connection_that_is_cut_in_any_phase_is_the_error_of_all_ranks() {
+    let large: [MakeCall; 3] = [
+        |comm| reduce(comm, 1_700_003),
+        |comm| {
+            let long = vec![1.0_f32; 90_005 * comm.world() as usize];
+            comm.reduce_scatter_slice(&mut vec![0.0; 90_005], &long, ReduceOp::Sum, STREAM)
+        },
+        |comm| comm.broadcast_slice(&mut vec![1.0_f32; 1_200_000], 0, STREAM),
+    ];
+    // A rank waits two seconds for the reason of another one, so all are tried beside each other.
+    let begin = Instant::now();
+    std::thread::scope(|scope| {
+        for hosts in [&["a", "a", "b", "b"][..], &["a", "a", "b"], &["a", "b", "a", "c"]] {
+            for call in large {
+                scope.spawn(move || cut_in_every_transfer(hosts, call));
+            }
+        }
+    });
+    assert!(begin.elapsed() < Duration::from_secs(60), "after {:?}", begin.elapsed());
+}
+
+fn cut_in_every_transfer(hosts: &[&str], call: MakeCall) {
+    for transfers in 0.. {
+        let mesh = Mesh::default();
+        let outcomes = over_mesh(hosts, &mesh, |comm| {
+            // All are there before it is cut.
+            comm.barrier(STREAM).unwrap();
+            if comm.rank() == 0 {
+                mesh.cut(0, transfers);
+            }
+            // Ranks that exchange nothing with this one find it in their next call.
+            let made = call(comm).and_then(|()| comm.barrier(STREAM));
+            assert_eq!(made.is_err(), comm.failure().is_some());
+            made
+        });
+        if mesh.is_uncut() {
+            assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+            assert!(transfers > 1, "the agreement and the data");
+            return;
+        }
+        let errors: Vec<String> =
+            outcomes.into_iter().map(|made| made.unwrap_err().to_string()).collect();
+        assert!(errors.iter().all(|text| text.contains("the cable was cut")), "{errors:#?}");
+    }
+}

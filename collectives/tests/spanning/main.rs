@@ -10,13 +10,14 @@ use mesh::Mesh;
 use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Driver, Pool, Stream};
 use symmpool_collectives::{
-    Communicator, CommunicatorOptions, Element, ReduceOp, Request, Splits, StandardCollective,
+    Communicator, CommunicatorOptions, Element, PhaseTimes, ReduceOp, Request, Splits,
+    StandardCollective,
 };
 
 const STREAM: &Stream = &Stream::DEFAULT;
 
 /// Ranks by host: even ones in the order of hosts and in turns, uneven ones, one a host.
-const LAYOUTS: [&[&str]; 7] = [
+const LAYOUTS: [&[&str]; 8] = [
     &["a", "a", "b", "b"],
     &["a", "b", "a", "b"],
     &["a", "a", "b", "b", "c", "c"],
@@ -24,6 +25,7 @@ const LAYOUTS: [&[&str]; 7] = [
     &["a", "a", "a", "b"],
     &["a", "b", "c"],
     &["a", "a", "a", "b", "b", "b"],
+    &["a", "b", "a", "c", "b", "a"],
 ];
 
 /// Runs `body` as every rank of a communicator over hosts; returns their results in rank order.
@@ -147,7 +149,7 @@ fn collectives_give_what_those_of_one_host_give() {
 
 #[test]
 fn large_calls_go_in_chunks() {
-    for hosts in [&["a", "a", "b", "b"][..], &["a", "b", "b", "a"], &["a", "b", "b"]] {
+    for hosts in [&["a", "a", "b", "b"][..], &["a", "b", "b", "a"], &["a", "b", "b"], LAYOUTS[7]] {
         over(hosts, |comm| check_collectives::<i64>(comm, 2_600_003));
     }
 }
@@ -181,7 +183,7 @@ fn bits_are_the_same_on_every_rank_and_in_every_run() {
         let bits = (at as u32).wrapping_mul(2_654_435_761) ^ rank.wrapping_mul(0x9e37_79b9);
         (bits as f32 / 1e6).sin() * 1e3
     };
-    for hosts in [LAYOUTS[1], LAYOUTS[4], LAYOUTS[6]] {
+    for hosts in [LAYOUTS[1], LAYOUTS[4], LAYOUTS[7]] {
         let run = || {
             over(hosts, |comm| {
                 let mut all = Vec::new();
@@ -350,20 +352,56 @@ fn a_pool_over_hosts_needs_an_outer_engine() {
 }
 
 #[test]
-fn a_byte_that_leaves_a_host_does_so_once() {
-    let hosts = ["a", "a", "a", "a", "b", "b", "b", "b"];
-    let mesh = Mesh::default();
-    let count = 1 << 20;
-    let before = over_mesh(&hosts, &mesh, |comm| {
-        let mut data = vec![1.0_f32; count];
-        comm.barrier(STREAM).unwrap();
-        let before = mesh.bytes();
-        comm.barrier(STREAM).unwrap();
-        comm.all_reduce_slice(&mut data, ReduceOp::Sum, STREAM).unwrap();
-        before
+fn the_time_of_calls_is_known_by_phase() {
+    over(LAYOUTS[0], |comm| {
+        let times = || comm.phase_times().expect("two hosts");
+        assert_eq!(times(), PhaseTimes::default());
+        let x = comm.pool().alloc::<f32>(1 << 20).unwrap();
+        comm.all_reduce(&x, ReduceOp::Sum, STREAM).unwrap();
+        let large = times();
+        let sum = |times: PhaseTimes| {
+            times.meeting + times.agreement + times.before + times.between + times.after
+        };
+        assert!(large.calls == 1 && sum(large) <= large.total, "{large:?}");
+        for phase in [large.meeting, large.agreement, large.before, large.between, large.after] {
+            assert!(!phase.is_zero(), "{large:?}");
+        }
+        // The message by which hosts agree has the data of a small call.
+        let small = comm.pool().alloc::<f32>(100).unwrap();
+        comm.all_reduce(&small, ReduceOp::Sum, STREAM).unwrap();
+        let both = times();
+        assert_eq!((both.calls, both.agreement), (2, large.agreement));
+        assert!(both.between > large.between && sum(both) <= both.total, "{both:?}");
+        // A call that is declined is no call that ended well.
+        let root = comm.world();
+        assert!(comm.broadcast(&small, root, STREAM).is_err());
+        assert_eq!(times().calls, 2);
     });
-    // Half of the sums go each way, and come back.
-    let sent = mesh.bytes() - before.iter().max().unwrap();
-    let least = 4 * count as u64 * 2;
-    assert!((least..least + least / 50).contains(&sent), "{sent} bytes, {least} at least");
+    on_ranks(2, |group| {
+        let pool = Pool::builder(group).driver(Driver::host().unwrap()).build().unwrap();
+        assert_eq!(Communicator::new(&pool).unwrap().phase_times(), None);
+    });
+}
+
+#[test]
+fn a_byte_that_leaves_a_host_does_so_once() {
+    for hosts in [&["a", "a", "a", "a", "b", "b", "b", "b"][..], &["a", "a", "a", "b"]] {
+        let mesh = Mesh::default();
+        let count = 1 << 20;
+        let before = over_mesh(hosts, &mesh, |comm| {
+            let mut data = vec![1.0_f32; count];
+            comm.barrier(STREAM).unwrap();
+            let before = mesh.bytes();
+            comm.barrier(STREAM).unwrap();
+            comm.all_reduce_slice(&mut data, ReduceOp::Sum, STREAM).unwrap();
+            before
+        });
+        // Each host's sums go to the other one.
+        let sent = mesh.bytes() - before.iter().max().unwrap();
+        let least = 4 * count as u64 * 2;
+        assert!(
+            (least..least + least / 50).contains(&sent),
+            "{hosts:?}: {sent} bytes, {least} at least"
+        );
+    }
 }

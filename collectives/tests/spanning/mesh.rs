@@ -20,6 +20,8 @@ struct State {
     messages: u64,
     /// Messages of another length than the rank that got them expected: gloo may end the process there.
     misfits: u64,
+    /// The rank of the group whose connections are cut, and how many transfers it begins before that.
+    cut: Option<(u32, u64)>,
 }
 
 impl Mesh {
@@ -40,7 +42,8 @@ impl Mesh {
         let host = names.iter().position(|name| *name == hosts[rank as usize]).unwrap();
         let has_rail = names.len() > 1 && (is_even || index == 0);
         let rail: Option<Box<dyn Outer>> = has_rail.then(|| {
-            let rail = self.outer(&format!("rail{index}"), host as u32, names.len() as u32);
+            let mut rail = self.outer(&format!("rail{index}"), host as u32, names.len() as u32);
+            rail.owner = rank;
             Box::new(rail) as Box<dyn Outer>
         });
         Outers { rail, flat: Box::new(self.outer("flat", rank, hosts.len() as u32)) }
@@ -50,12 +53,23 @@ impl Mesh {
         ThreadOuter {
             mesh: self.clone(),
             name: name.to_owned(),
+            owner: rank,
             rank,
             world,
             begun: BTreeMap::new(),
             tickets: 0,
             limit: Duration::from_secs(20),
         }
+    }
+
+    /// Cuts the connections of a rank of the group behind so many more transfers that it begins.
+    pub(crate) fn cut(&self, rank: u32, transfers: u64) {
+        self.0.0.lock().unwrap().cut = Some((rank, transfers));
+    }
+
+    /// Whether connections are still to be cut.
+    pub(crate) fn is_uncut(&self) -> bool {
+        self.0.0.lock().unwrap().cut.is_some()
     }
 
     /// Messages of another length than was expected.
@@ -78,6 +92,8 @@ impl Mesh {
 pub(crate) struct ThreadOuter {
     mesh: Mesh,
     name: String,
+    /// Rank in the group.
+    owner: u32,
     rank: u32,
     world: u32,
     /// Parts that are to be received: from whom, to where, how many bytes.
@@ -122,6 +138,16 @@ unsafe impl Outer for ThreadOuter {
     }
 
     unsafe fn begin(&mut self, transfer: Transfer<'_>, _: &Stream) -> Result<Ticket> {
+        let mut state = self.mesh.0.0.lock().unwrap();
+        match &mut state.cut {
+            Some((rank, 0)) if *rank == self.owner => {
+                state.cut = None;
+                return Err(Error::system("a transfer", "the cable was cut"));
+            }
+            Some((rank, left)) if *rank == self.owner => *left -= 1,
+            _ => {}
+        }
+        drop(state);
         let bytes = |at: *const u8, count: usize| match count {
             0 => Vec::new(),
             // SAFETY: the caller promised that the transfer's memory is there.

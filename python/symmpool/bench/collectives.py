@@ -162,6 +162,8 @@ class Row(table.Row):
     def __init__(self, operation, size, world):
         super().__init__(size, world)
         self.operation = operation
+        #: Microseconds a call by phase, of ours over hosts.
+        self.phases = None
 
     def bandwidth(self, name):
         """Bus bandwidth in GB/s."""
@@ -170,6 +172,7 @@ class Row(table.Row):
     def to_json(self):
         found = self.figures(lambda name: {"busbw_gb_s": self.bandwidth(name)})
         whole = {"operation": self.operation, "bytes": self.size}
+        whole |= {"phases_us": self.phases} if self.phases else {}
         return {**whole, "figures": found, "missing": self.missing}
 
 
