@@ -88,7 +88,7 @@ class _Remembering:
 
 
 def _remembering(collective: Any) -> Any:
-    """The same collective of FSDP's, which remembers its group's backend. Classes that torch does not make so
+    """A collective of FSDP's that remembers its group's backend. Classes that torch does not make so
     are left alone."""
     kind = type(collective)
     if not isinstance(getattr(collective, "_group", None), dist.ProcessGroup):

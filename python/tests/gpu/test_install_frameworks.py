@@ -1,7 +1,7 @@
 """Training libraries' reports of memory under `symmpool.install()` on one GPU, and a compiled Llama.
 
-Each program is a process of its own, and runs on torch's own allocator as well. Both must find the same, up to
-how memory is rounded."""
+Each program is a process of its own, and runs on torch's own allocator as well. Both must find the same, up
+to how memory is rounded."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ model = LlamaForCausalLM(config)
 
 
 def reports(program, folder):
-    """What the program reports under `install()`, and on torch's own allocator."""
+    """Reports of a program under `install()`, and on torch's own allocator."""
     found = []
     for name, before in (("ours", INSTALL), ("stock", "")):
         (folder / name).mkdir()
