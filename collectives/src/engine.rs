@@ -161,7 +161,8 @@ pub(crate) trait Engine: Send {
     /// Waits sleep soon from now on, as the ranks share the cores with threads that carry data for them. In host memory alone.
     fn sleep_soon(&mut self) {}
 
-    /// A barrier that measures its waits; `waits` is a number for each rank.
+    /// A barrier that measures its waits. `waits` is the aligned address of an `i64` for each rank, to which the wait is added:
+    /// nanoseconds in host memory, cycles of an SM on a device.
     unsafe fn measured_barrier(&mut self, waits: *mut i64, stream: &Stream) -> Result<()>;
 
     /// Waits until the stream has done what was put on it, and returns what went wrong there.

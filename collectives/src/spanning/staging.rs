@@ -13,7 +13,7 @@ pub(super) const SLOTS: usize = 3;
 pub(super) const SLOT_BYTES: usize = 32 << 20;
 /// Bytes of each area of calls whose data the leaders exchange.
 pub(super) const AREA_BYTES: usize = 12 << 20;
-/// LeaderAreas: two for data inside the host and two for data that leaves it, which calls use in turns, and one for what comes.
+/// Areas of a leader: two for data inside the host and two for data that leaves it, which calls use in turns, and one for what comes.
 const AREAS: usize = 5;
 /// Calls of up to so many bytes are packed, so that one call inside the host serves all hosts: copies take less time than
 /// another call.

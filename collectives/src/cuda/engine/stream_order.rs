@@ -79,7 +79,7 @@ impl Events for CudaEvents<'_> {
     }
 }
 
-/// A stream, of which the handle of the streams of threads alone says too little.
+/// A stream. The handle `CU_STREAM_PER_THREAD` means another stream in each thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct StreamId {
     stream: Stream,
