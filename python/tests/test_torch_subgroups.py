@@ -251,7 +251,7 @@ def memory_of_its_own(group, folder):
     me, world = ready(group, folder)
     some = dist.new_group(range(world))
     found = [total(some), total(some)]
-    pool = pool_of(some, "cpu")
+    pool = pool_of(some, -1)
     x = pool.full((1000,), 2.0)
     symmpool.all_reduce(x, group=some)
     found.append((x[0].item(), pool.is_window(x) if hasattr(pool, "is_window") else True))

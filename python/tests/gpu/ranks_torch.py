@@ -278,7 +278,7 @@ def sharded_by_ours(device, rank, world, right):
     allocation.window = lambda *arguments: given.append(make(*arguments)) or given[-1]
     losses = sharded(device, rank, world, in_windows=True)
     allocation.window = make
-    reserved = cache.pool_of(None, str(device)).stats()["reserved"] >> 20
+    reserved = cache.pool_of(None, device.index).stats()["reserved"] >> 20
     check("FSDP in windows", near(losses, right) and given and None not in given, f"{reserved} MiB")
 
 

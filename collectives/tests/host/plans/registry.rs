@@ -123,7 +123,7 @@ fn built_in_algorithms_say_what_they_serve() {
         ] {
             let error = comm.register(named(plan, name)).unwrap_err();
             let text = error.to_string();
-            assert!(error.is_invalid_argument() && text.contains("a built-in algorithm"), "{text}");
+            assert!(error.is_invalid_argument() && text.contains("built-in algorithms"), "{text}");
         }
         // Another collective's name is free.
         comm.register(named(programs::one_shot(3), "scratch")).unwrap();
