@@ -5,7 +5,7 @@
 //!
 //! | inbox | places | who uses it |
 //! | --- | --- | --- |
-//! | LL | `ll`, in two parities | `one_shot_ll`, `two_shot_ll`, small all-gathers, broadcasts and reduce-scatters, plans in LL, counts of experts |
+//! | LL | `ll`, in two parities | `one_shot_ll`, `two_shot_ll`, small all-gathers, broadcasts and reduce-scatters, plans in LL, counts of experts, kernels of programs |
 //! | LL128 | `ll128`, in two parities | `one_shot_ll128`, kernels of programs |
 //! | Lamport | `lamport`, in thirds; `inbox` in `Footprint` | all-reduces and reduce-scatters of floats, norms, matmuls of few rows |
 //! | escaped Lamport | `escaped` and `escape_marks`, in two parities | all-to-alls, all-gathers, broadcasts, experts, kernels of programs |
