@@ -97,7 +97,7 @@ impl Error {
         Self::from_kind(ErrorKind::OutOfMemory(message.into()))
     }
 
-    /// Ranks that called with different arguments or configurations.
+    /// Ranks that called with different arguments or configurations. [`Self::is_diverged`] says whether an error is one.
     pub fn mismatch(message: impl Into<String>) -> Self {
         Self::from_kind(ErrorKind::Mismatch { message: message.into(), ranks: Vec::new() })
     }

@@ -114,6 +114,10 @@ pub use splits::Splits;
 /// Threads that need to communicate at the same time, or in no order, need a communicator each; a pool can have many. A
 /// communicator keeps its pool alive, and dropping it needs no agreement between ranks.
 ///
+/// A call whose lengths do not fit is [`Error::is_invalid_argument`] on its rank, and [`Error::is_diverged`] on the others,
+/// which names that rank. Lengths are elements. Outputs come before inputs in arguments, and what is received before what is
+/// sent, as in torch.distributed.
+///
 /// A call commits the pool first if a commit is due, so that blocks are windows when they are
 /// used. Only one thread can commit at a time: call [`Pool::commit`] before several threads make calls.
 ///

@@ -28,6 +28,7 @@ pub(crate) trait FailureHandle: Send + Sync {
 /// One rank's side of a communicator: one call at a time.
 ///
 /// In host memory a call is over when it returns, and streams only have names. On a device it puts work on the stream.
+/// Errors of calls have been reported to the other ranks when they are returned.
 ///
 /// # Safety
 ///
@@ -35,10 +36,12 @@ pub(crate) trait FailureHandle: Send + Sync {
 /// runs it, until the stream is past it, and nobody else touches them meanwhile, in any rank's slot where they are
 /// windows.
 pub(crate) trait Engine: Send {
+    /// This rank. Where the group spans hosts, it is the number in the whole group.
     fn rank(&self) -> u32;
 
     fn world(&self) -> u32;
 
+    /// How long waits for other ranks last at most.
     fn timeout(&self) -> &Arc<Timeout>;
 
     /// Why all calls fail, if they do.
@@ -92,6 +95,7 @@ pub(crate) trait Engine: Send {
     /// Runs a call by the built-in algorithm that it names, or by the best one.
     unsafe fn run(&mut self, call: &StandardCall, stream: &Stream) -> Result<()>;
 
+    /// Runs a call by a plan that was proved. Declines it where the plan cannot serve it.
     unsafe fn run_plan(
         &mut self,
         plan: &CheckedPlan,
@@ -99,6 +103,7 @@ pub(crate) trait Engine: Send {
         stream: &Stream,
     ) -> Result<()>;
 
+    /// Runs a call by a kernel of the program. Declines it where the kernel cannot serve it.
     unsafe fn run_native(
         &mut self,
         kernel: &NativeKernel,
@@ -146,6 +151,7 @@ pub(crate) trait Engine: Send {
     /// Sends rows of experts back, and sums them up.
     unsafe fn combine(&mut self, call: &ExpertCall, stream: &Stream) -> Result<()>;
 
+    /// Waits until all ranks have come: on a device the stream does.
     fn barrier(&mut self, stream: &Stream) -> Result<()>;
 
     /// Meets all ranks, which must make the same call, and does nothing else. In host memory alone.

@@ -69,7 +69,32 @@ pub(crate) struct NormFields {
     pub(crate) algorithm: u8,
 }
 
-/// Everything that ranks must agree on before data is accessed, packed.
+/// Everything that ranks must agree on before data is accessed, packed. In CUDA `Call` is all arguments of a kernel
+/// (`CallParams`), of which these words are the description.
+///
+/// Bits of word 0:
+///
+/// | bits | what |
+/// | --- | --- |
+/// | 0 to 7 | the operation ([`OpType`]) |
+/// | 8 to 15 | the element type |
+/// | 16 to 23 | the reduction |
+/// | 24 to 31 | the algorithm's number, or `REGISTERED` |
+/// | 32 to 35 | `INPUT_WINDOW`, `OUTPUT_WINDOW`, `IN_PLACE`, `GROWS` |
+/// | 36 to 39 | the lowest bits of the piece's number |
+/// | 40 to 59 | the root (`Group::MAX_WORLD` is 65,536), a norm's output and flags, a matmul's kind, or the lowest bits of the mode of experts |
+/// | 60 to 62 | the other bits of the piece's number |
+/// | 63 | `LARGE_AREA` |
+///
+/// The other words:
+///
+/// | operation | word 1 | word 2 | word 3 |
+/// | --- | --- | --- | --- |
+/// | collectives | elements | offset of the input | offset of the output, and peer blocks from bit 48 on |
+/// | registered algorithms | the same, and from bit 48 on a half of the hash | the same, and the other half | the same |
+/// | norms | elements | length of a row, bias of weights | epsilon |
+/// | matmuls | rows | inner dimension, columns | the rest of the shape |
+/// | experts | row length, experts, experts a token, the rest of the mode | tokens, capacity | the buffer's memory, or its SMs |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Call {
     words: [u64; DESCRIPTION_WORDS],

@@ -22,7 +22,7 @@ impl Communicator {
     ///
     /// A send is complete when `input` may be written again: in host memory when it returns, on a device
     /// when `stream` is past it. It does not wait for the receiver as long as the receiver has free slots: between
-    /// two ranks on devices, for four messages of up to 16 KiB, or for 512 KiB in each of up to 16 lanes of longer
+    /// two ranks on devices, for four messages of up to 16 KiB, or for 512 KiB in each of up to 16 stripes of longer
     /// messages; in host memory, for four messages of up to 64 KiB. With more ranks or little scratch
     /// ([`CommunicatorOptions`](super::CommunicatorOptions)) there are fewer. Beyond that it waits, as a
     /// receive does; so ranks that exchange long messages need two streams, or two threads, for it.

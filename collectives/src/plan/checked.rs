@@ -21,8 +21,9 @@ pub struct CheckedPlan {
     /// Whether chunks must have equal lengths: in a collective of one's own, and where results pass through chunks at
     /// later places of their parts, which may be shorter.
     pub(crate) needs_equal_chunks: bool,
-    /// Whether peers access inputs, so that these must be windows; and outputs.
+    /// Whether peers access inputs, so that these must be windows.
     pub(super) reaches_inputs: bool,
+    /// Whether peers access outputs, so that these must be windows.
     pub(super) reaches_outputs: bool,
     /// Whether results are reduced in several steps, with rounding between them.
     pub(crate) has_partial_results: bool,

@@ -120,7 +120,7 @@ impl Buffer {
     }
 }
 
-/// Consecutive chunks of one rank's buffer.
+/// Consecutive chunks of one rank's buffer. (`Span` of kernels is a caller's bytes.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// Whose buffer.
@@ -150,7 +150,7 @@ impl Span {
     }
 }
 
-/// One chunk of one rank's buffer.
+/// One chunk of one rank's buffer: pages call it a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Cell {
     pub(crate) rank: u32,
@@ -415,7 +415,7 @@ impl Plan {
     }
 }
 
-/// Splits a program into phases: the operations of one strand, or of several block groups between two points where
+/// Splits a program into phases: operations outside of block groups, or those of several block groups between two points where
 /// they join.
 pub(super) fn phases(program: &[Instruction]) -> VecDeque<Vec<Vec<usize>>> {
     let mut phases = VecDeque::new();

@@ -18,7 +18,9 @@ pub(super) struct HostReduction {
     pub(super) dtype: DType,
     /// The operation inside hosts.
     pub(super) inside: ReduceOp,
+    /// The function of `inside`.
     within: ReduceFn,
+    /// The function between hosts.
     across: ReduceFn,
     /// The number that averages are divided by.
     world: usize,

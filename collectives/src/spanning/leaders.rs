@@ -115,7 +115,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn run_by_leaders(&mut self, call: Call, plan: &LeaderCall) -> Result<()> {
         let areas = self.staging.areas(self.agreement.number + 1);
         self.enter(call, |engine| {

@@ -26,7 +26,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn all_gather(&mut self, given: &Arguments) -> Result<()> {
         let Arguments { input, output, count, dtype, .. } = *given;
         let (route, size, world) = (self.route(), dtype.size(), self.ranks.world());
@@ -101,7 +101,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn broadcast(&mut self, given: &Arguments) -> Result<()> {
         let Arguments { output, count, dtype, root, .. } = *given;
         let route = self.route();
@@ -151,7 +151,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn all_to_all(&mut self, given: &Arguments) -> Result<()> {
         let Arguments { input, output, count, dtype, .. } = *given;
         let (route, size, world) = (self.route(), dtype.size(), self.ranks.world());
@@ -244,7 +244,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods, for input and output of parts of `count` elements.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods, for input and output of parts of `count` elements.
     unsafe fn all_to_all_directly(
         &mut self,
         (input, output): (Place, Place),

@@ -10,9 +10,10 @@ pub(super) struct RankTable {
     pub(super) rank: u32,
     pub(super) host: u32,
     pub(super) index: u32,
-    /// Whether all hosts have as many ranks, and more than one, so that phases inside hosts pay off.
+    /// Whether all hosts have as many ranks as each other, and more than one, so that phases inside hosts pay off. It is the
+    /// stricter one of two.
     pub(super) is_even: bool,
-    /// Whether all hosts have as many ranks.
+    /// Whether all hosts have as many ranks as each other, be it one.
     pub(super) is_alike: bool,
     /// Whether the ranks of each host follow each other, in the order of hosts: parts for one host lie side by side then.
     pub(super) is_blocked: bool,

@@ -35,7 +35,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn all_reduce(&mut self, given: &Arguments) -> Result<()> {
         let Arguments { input, output, count, dtype, op, .. } = *given;
         let reduction = self.reduction("all_reduce", dtype, op)?;
@@ -70,7 +70,7 @@ impl SpanningEngine {
 
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     unsafe fn all_reduce_small(
         &mut self,
         (input, output): (Place, Place),
@@ -104,7 +104,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods, for `count` elements, a multiple of `grain`.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods, for `count` elements, a multiple of `grain`.
     unsafe fn all_reduce_large(
         &mut self,
         (input, output): (Place, Place),
@@ -230,7 +230,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn reduce_scatter(&mut self, given: &Arguments) -> Result<()> {
         let Arguments { input, output, count, dtype, op, .. } = *given;
         let reduction = self.reduction("reduce_scatter", dtype, op)?;

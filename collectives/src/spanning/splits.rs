@@ -111,7 +111,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn exchange_parts(
         &mut self,
         call: Call,
@@ -142,7 +142,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn exchange_splits(
         &mut self,
         call: Call,

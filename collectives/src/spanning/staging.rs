@@ -100,7 +100,8 @@ pub(super) struct StagingPart {
 }
 
 impl Slot {
-    /// Takes a part. You must not take more than there is, rounded up for each part, in all.
+    /// Takes a part. You must not take more than there is, rounded up for each part, in all: only debug builds look. Callers
+    /// choose lengths by [`elements_of`].
     pub(super) fn take(&mut self, bytes: usize) -> StagingPart {
         debug_assert!(self.used + bytes <= self.room, "{bytes} bytes behind {}", self.used);
         let part = StagingPart {
@@ -112,7 +113,9 @@ impl Slot {
     }
 }
 
-/// The most elements of a part, where `bytes` hold `parts` parts of elements of `size` bytes: at least 1.
+/// The most elements of a part, where `bytes` hold `parts` parts of elements of `size` bytes. A call takes them by a few calls
+/// of [`Slot::take`], each of which is rounded up by less than `ALIGN`: room is set aside for 16 of these. The number is at
+/// least 1, which fits as long as `bytes` hold one element of each part besides.
 pub(super) fn elements_of(bytes: usize, parts: usize, size: usize) -> usize {
     let room = bytes.saturating_sub(16 * ALIGN) / parts.max(1);
     (room / size.max(1)).max(1)

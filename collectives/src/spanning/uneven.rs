@@ -39,7 +39,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn all_reduce_uneven(
         &mut self,
         given: &Arguments,
@@ -90,7 +90,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn reduce_scatter_uneven(
         &mut self,
         given: &Arguments,
@@ -350,8 +350,8 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of the engine's methods, for so many elements as staging has room for once for each host and
-    /// once more.
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods, for so many elements as staging has
+    /// room for once for each host and once more.
     unsafe fn all_reduce_rest(
         &mut self,
         (input, output): (Place, Place),

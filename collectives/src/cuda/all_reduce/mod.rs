@@ -46,7 +46,7 @@ macro_rules! rows {
         );)+
 
         impl AllReduce {
-            /// The algorithm of this name; `None` if the name leaves something open, or is of host memory.
+            /// The row of the algorithm of this name; `None` if the name leaves something open, or is of host memory.
             pub(in crate::cuda) fn named(name: Name) -> Option<&'static Self> {
                 match name {
                     $(Name::$name)|+ => ALL_REDUCE.iter().find(|row| row.name == name),

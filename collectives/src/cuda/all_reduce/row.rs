@@ -16,7 +16,7 @@ use crate::{AllReduceAlgorithm, DType, ReduceOp};
 /// A reduction's element type and operation.
 type Reduction = (DType, ReduceOp);
 
-/// An all-reduce algorithm.
+/// A row of the table: an all-reduce algorithm.
 pub(in crate::cuda) struct AllReduce {
     pub(in crate::cuda) name: AllReduceAlgorithm,
     /// The name that stands for the first of several algorithms that fits, if this is one of those.
@@ -36,7 +36,7 @@ pub(in crate::cuda) struct AllReduce {
     pub(in crate::cuda) cases: Cases,
 }
 
-/// Calls that check an all-reduce on devices, with inboxes of 2 MiB and scratch of 1 MiB.
+/// Calls by which tests on devices try an all-reduce, with inboxes of 2 MiB and scratch of 1 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cases {
     /// Elements of a call that it serves there.
@@ -63,7 +63,7 @@ impl Cases {
     };
 }
 
-/// An all-reduce algorithm of devices, as checks see it.
+/// An all-reduce algorithm of devices, as tests see it. (A [`CheckedPlan`](crate::plan::CheckedPlan) was proved.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CheckedAllReduce {
     /// The file of its kernel, below `collectives/kernels` or `collectives/src/cuda`.

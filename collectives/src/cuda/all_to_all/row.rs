@@ -18,7 +18,7 @@ pub(in crate::cuda) struct Exchange {
     pub(in crate::cuda) id: AlgorithmId,
     /// One shot of the LL protocol.
     pub(in crate::cuda) ll: Use,
-    /// Lamport inboxes.
+    /// Escaped Lamport inboxes, as any bits may travel.
     pub(in crate::cuda) inboxes: Use,
     /// Copy engines, for equal parts.
     pub(in crate::cuda) copies: Use,

@@ -358,6 +358,7 @@ impl CudaEngine {
             }
         }
         if is_captured {
+            // The kernels' own timeouts end this loop (rule S5).
             while !self.is_done(on)? {
                 std::thread::sleep(POLL);
             }

@@ -211,7 +211,7 @@ impl CudaEngine {
         self.kernels.prepare(self.comm.rank, specs)
     }
 
-    /// Puts one copy on the stream, by a copy engine.
+    /// Puts one copy of a call on the stream, by a copy engine: between buffers that the call's caller promised.
     pub(in super::super) fn copy_by_engine(
         &mut self,
         to: u64,
@@ -224,7 +224,7 @@ impl CudaEngine {
         unsafe { self.copy_outside_calls(to, from, bytes, stream) }
     }
 
-    /// Puts one copy on the stream, by a copy engine.
+    /// Puts one copy on the stream, by a copy engine, whatever it belongs to.
     ///
     /// # Safety
     ///

@@ -33,19 +33,20 @@ use crate::cuda::layout::params::{Control, DEPARTURE, FAILED_ON_HOST, LOCAL_FAIL
 
 /// How often the thread looks at waits.
 const LOOK: Duration = Duration::from_millis(50);
-/// How often it ends all waits of a communicator that has failed, and for how long after it saw the last one: streams may
-/// have many of them still to come.
+/// How often it ends all waits of a communicator that has failed.
 const DRAIN: Duration = Duration::from_micros(50);
+/// How long it does so after it saw the last wait: streams may have many of them still to come.
 const DRAINS_FOR: Duration = Duration::from_secs(1);
 /// Words of a departure.
 const DEPARTURE_WORDS: usize = DEPARTURE as usize / 4;
 /// Most operations of a batch, below the driver's bound of 256.
 const MAX_OPS: usize = 128;
 
-/// The words of a stream that waits: it writes `WAITS` before and `IDLE` after; the thread that looks makes `SEEN` of it,
-/// so that it tells one wait from the next.
+/// Word of a stream that does not wait: the stream writes it after a wait.
 const IDLE: u32 = 0;
+/// Word that a stream writes before it waits.
 const WAITS: u32 = 1;
+/// Word that the thread makes of `WAITS` when it has looked at the wait, so that it tells one wait from the next.
 const SEEN: u32 = 2;
 
 /// Whether the process ends. Held while a thread looks at waits.

@@ -423,7 +423,7 @@ impl CallEvents {
         driver.with_context(|| wait(api, driver, event, stream, "waiting for what was marked"))
     }
 
-    /// Makes a stream wait for what another one has been given within a call. Both belong to the same capture, or to none.
+    /// Makes the stream `to` wait for what `from` has been given within a call, to branch off as well as to join. Both belong to the same capture, or to none.
     pub(in crate::cuda) fn fork(
         &mut self,
         api: &Api,

@@ -85,7 +85,7 @@ mod tests {
     use crate::cuda::kernel::loaded_kernel::SIZES;
     use crate::cuda::kernel::sm_budget::SmBudget;
 
-    /// A kernel of 512 threads of 64 registers, on a device whose processors hold so many threads and blocks each.
+    /// A kernel of 512 threads of 64 registers, on a device whose SMs hold so many threads and blocks each.
     fn kernel(sm_count: u32, threads: u32, blocks: u32) -> LoadedKernel {
         let resident = SIZES.map(|size| (threads / size).min(blocks) * sm_count);
         LoadedKernel::new(0, resident, 512, sm_count)

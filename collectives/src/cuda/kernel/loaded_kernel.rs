@@ -11,7 +11,8 @@ pub(in crate::cuda) const SIZES: [u32; 7] = [32, 64, 128, 256, 512, 768, 896];
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct LoadedKernel {
     pub(in crate::cuda) function: Handle,
-    /// The function for grids that are no larger than the narrow one of the budget: it asks for no grant.
+    /// The form without a grant: the function for grids that are no larger than the narrow one of the budget. It may be the
+    /// same function.
     pub(in crate::cuda) small: Handle,
     /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
     resident: [u32; SIZES.len()],
@@ -50,7 +51,7 @@ impl LoadedKernel {
         }
     }
 
-    /// The kernel that shares SMs, of which `small` is the form that does not.
+    /// The kernel in both forms: `self` asks for a grant of SMs, and `small` does not.
     pub(super) fn sharing(self, small: Self) -> Self {
         let Self { function, resident, threads, .. } = small;
         Self { small: function, small_resident: resident, small_threads: threads, ..self }
@@ -76,13 +77,13 @@ impl LoadedKernel {
     }
 
     /// How many blocks of so many threads the device runs at once, as the driver says: it takes registers, shared
-    /// memory, threads and the device's limit of 16 to 32 blocks a processor into account.
+    /// memory, threads and the device's limit of 16 to 32 blocks an SM into account.
     pub(in crate::cuda) fn resident(&self, threads: u32) -> u32 {
         let at = SIZES.iter().position(|size| *size >= threads).unwrap_or(SIZES.len() - 1);
         self.resident[at].max(1)
     }
 
-    /// The kernel as its communicator has it when it is alone on the device. Ranks may differ in that, so numbers that they
+    /// The kernel as its communicator has it when it is alone on the device: the form without a grant. Ranks may differ in that, so numbers that they
     /// compare follow from this form.
     pub(in crate::cuda) fn alone(self) -> Self {
         let Self { small: function, small_resident: resident, small_threads: threads, .. } = self;

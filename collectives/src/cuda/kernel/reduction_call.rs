@@ -6,9 +6,10 @@ use crate::call::Call;
 use crate::cuda::layout::params::CallParams;
 use crate::{DType, ReduceOp};
 
-/// A call of a reduction, or of a move that runs in a kernel of reductions, with checked arguments. Who launches it must promise that its input is readable
-/// and its output writable on the device until the stream has done the call, and that nothing else touches them meanwhile, in
-/// any rank's slot if they are windows.
+/// A call of a reduction, or of a move that runs in a kernel of reductions, with checked arguments. (Structs that end with
+/// `Work` are what a kernel gets besides its call.) Who launches it must promise that its input is readable and its output
+/// writable on the device until the stream has done the call, and that nothing else touches them meanwhile, in any rank's
+/// slot if they are windows.
 #[derive(Clone, Copy)]
 pub(in crate::cuda) struct Work {
     pub(in crate::cuda) call: Call,

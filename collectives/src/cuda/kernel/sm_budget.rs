@@ -145,13 +145,13 @@ pub(in crate::cuda) struct SmBudget {
     pub(in crate::cuda) most_blocks: u32,
     /// How many of these work while another communicator's kernel is wide. `None` where all do.
     pub(in crate::cuda) narrow_blocks: Option<u32>,
-    /// Whether the stream's next kernel may start while this one still waits for peers (programmatic dependent launch). Two
+    /// Whether the stream's *next* kernel may start while this one still waits for peers (programmatic dependent launch). Two
     /// kernels are resident at once then.
     pub(in crate::cuda) early: bool,
-    /// Whether a kernel may start when the one before it on the stream lets it, at the latest when all blocks of that one have
+    /// Whether *this* kernel may start when the one before it on the stream lets it, at the latest when all blocks of that one have
     /// ended, and before what that one wrote is visible. It takes no more of the device than its own blocks.
     pub(in crate::cuda) starts_early: bool,
-    /// Whether other communicators' calls may be under way at the same time.
+    /// Whether other communicators' calls may be under way at the same time. (`concurrent` of options is their number.)
     pub(in crate::cuda) concurrent: bool,
     /// Whether the call runs beside compute, with no more SMs than it needs.
     pub(in crate::cuda) beside_compute: bool,
@@ -178,7 +178,7 @@ impl SmBudget {
         self.narrow_blocks.is_some()
     }
 
-    /// So many blocks, but at least two, where so many communicators may have calls under way at once.
+    /// The budget of so many blocks, but at least two, where so many communicators may have calls under way at once.
     fn limited_to(most_blocks: u32, concurrent: u32) -> Self {
         let (most_blocks, concurrent) = (most_blocks.max(2), concurrent > 1);
         Self { most_blocks, early: false, concurrent, ..Self::ALL }
@@ -192,8 +192,8 @@ impl SmBudget {
     }
 
     /// The budget of one communicator beside kernels of other libraries, where `concurrent` of `communicators` may have calls
-    /// under way at once. Together they get two thirds of the processors, so that a kernel of another library, such as NCCL,
-    /// which may need whole processors, can always start.
+    /// under way at once. Together they get two thirds of the SMs, so that a kernel of another library, such as NCCL,
+    /// which may need whole SMs, can always start.
     fn among(concurrent: u32, communicators: u32, sm_count: u32) -> Self {
         let free = 2 * sm_count / 3;
         if concurrent == 1 {
@@ -226,7 +226,8 @@ impl SmBudget {
         }
     }
 
-    /// The budget of kernels that start when all before them on the stream has ended.
+    /// The budget of a kernel that neither starts early nor lets the next one: it comes when all before it on the stream has
+    /// ended. (`by_turns` is about communicators that share SMs.)
     pub(in crate::cuda) fn in_turn(self) -> Self {
         Self { early: false, starts_early: false, ..self }
     }

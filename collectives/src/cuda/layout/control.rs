@@ -1,4 +1,14 @@
-//! The layout of the control block, and what its parts have room for.
+//! The layout of the control block, and what its parts have room for. `Control` is that layout; `Comm::control` is the block's
+//! offset.
+//!
+//! Four parts are inboxes, into which peers write small data that shows by itself that it has arrived. Each area has all four:
+//!
+//! | inbox | places | who uses it |
+//! | --- | --- | --- |
+//! | LL | `ll`, in two parities | `one_shot_ll`, `two_shot_ll`, small all-gathers, broadcasts and reduce-scatters, plans in LL, counts of experts, kernels of programs |
+//! | LL128 | `ll128`, in two parities | `one_shot_ll128`, kernels of programs |
+//! | Lamport | `lamport`, in thirds; `inbox` in `Footprint` | all-reduces and reduce-scatters of floats, norms, matmuls of few rows |
+//! | escaped Lamport | `escaped` and `escape_marks`, in two parities | all-to-alls, all-gathers, broadcasts, experts, kernels of programs |
 
 use symmpool_allocator::{Error, HeapLayout, Result};
 
@@ -199,7 +209,7 @@ impl Control {
     }
 
     /// Bytes that a sender may put into a rank's escaped Lamport inbox: `EscapedSlot::length` in
-    /// `symmpool/impl/lamport_escaped.cuh`.
+    /// `symmpool/impl/lamport_escaped.cuh`, which counts vectors.
     pub(in crate::cuda) fn escaped_slot(&self, world: u32) -> u64 {
         self.escaped_bytes / 2 / u64::from(world.max(2) - 1) / ITEM * ITEM
     }

@@ -9,7 +9,7 @@ use super::params::ChannelEnd;
 use crate::call::p2p::Direction;
 use crate::signal::channel::CHANNELS;
 
-/// Most chunks of a stripe that are under way: `SLOTS` in `p2p/p2p.cu`.
+/// Most chunks of a stripe that are under way, each in a slot of its own: `SLOTS` in `p2p/p2p.cu`.
 const SLOTS: u64 = 4;
 
 /// Most stripes of a message: `MAX_STRIPES` in `p2p/p2p.cu`.
@@ -22,7 +22,7 @@ const SHARED_STRIPES: u64 = 24;
 /// Bytes that are worth a stripe, which is a block, of their own.
 const STRIPE_BYTES: u64 = 16 << 10;
 
-/// Chunks of a stripe's data, so that the receiver handles one while the next arrives.
+/// Chunks that a stripe's data is divided into, so that the receiver handles one while the next arrives.
 const CHUNKS: u64 = 4;
 
 /// Least bytes of a chunk: sending a flag takes as long as so many bytes.
@@ -64,7 +64,7 @@ impl P2pLayout {
         let peers = ranks.max(2) - 1;
         let stripes = (SHARED_STRIPES / peers).min(MAX_STRIPES);
         // For each rank: a flag of 16 bytes for each slot; an acknowledgement and two counts for each stripe. Behind them, the
-        // number of processors of the device.
+        // number of SMs of the device.
         let words_bytes = ranks * (stripes * (16 * SLOTS + 3 * 8));
         let slot_bytes = (staging / peers / stripes / SLOTS / LINE * LINE).max(LINE);
         let slots = (begin + words_bytes + 8).next_multiple_of(4096);

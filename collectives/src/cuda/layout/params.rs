@@ -13,7 +13,8 @@ pub(in crate::cuda) const MAX_PEER_BLOCKS: u32 = 1056;
 pub(in crate::cuda) const MAX_RANKS: u32 = 8;
 /// Bytes of data in a line of 128 bytes of LL128.
 pub(in crate::cuda) const LL128_PAYLOAD: u64 = 120;
-/// Bytes of the escaped Lamport inbox that a warp handles at once: `ITEM` vectors in `symmpool/impl/lamport_escaped.cuh`.
+/// Bytes of the escaped Lamport inbox that a warp handles at once. `ITEM` in `symmpool/impl/lamport_escaped.cuh` is the same in
+/// vectors: 32 of 16 bytes.
 pub(in crate::cuda) const ITEM: u64 = 512;
 /// Areas of memory for data: `AREAS` in `symmpool/impl/comm.cuh`.
 const AREAS: usize = 2;

@@ -17,7 +17,7 @@ use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, ITEM, MAX_RANKS, Traffic, UNKNOWN};
 use crate::{DType, Place, SplitRows, SplitsAt};
 
-/// Bytes that a rank sends to all others together through their inboxes, if all get as much. With more, it is
+/// Bytes that a rank sends to all others together through their escaped Lamport inboxes, if all get as much. With more, it is
 /// faster to write data once, into outputs, although that must wait for the handshake.
 const INBOX_BYTES: u64 = 24 << 20;
 /// Bytes that it sends through inboxes at the beginning of longer parts: as much as the links carry while the

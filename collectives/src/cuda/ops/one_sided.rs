@@ -13,7 +13,7 @@ use crate::cuda::layout::params::{CallParams, ChannelEnd, Comm};
 use crate::signal::channel::CHANNELS;
 use crate::types::timeout::nanoseconds;
 
-/// Most blocks that copy: enough to keep a link busy, with processors left for other kernels.
+/// Most blocks that copy: enough to keep a link busy, with SMs left for other kernels.
 const COPY_BLOCKS: u64 = 64;
 
 impl CudaEngine {

@@ -11,7 +11,7 @@ use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::KernelSpec;
 
-/// Copy engines carry parts of so many bytes, or of more than scratch has room for if that is as much. On two H200s 32 MiB
+/// Copy engines carry parts of at least so many bytes, if scratch has room for as many at once. On two H200s 32 MiB
 /// take 123 us so and in stages 125, 64 MiB 214 and 222, 128 MiB 392 and 441.
 const MIN_COPIED_BYTES: u64 = 48 << 20;
 /// Bytes of parts from which on copy engines carry them in pieces beside compute. A step of matrix products of two

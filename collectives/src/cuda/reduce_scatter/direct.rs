@@ -15,7 +15,7 @@ use crate::cuda::kernel::reduction_call::Work;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
 
-/// Reduce-scatters of parts of so many bytes go by loads from inputs that are windows. On two H200s 16 MiB take 59 us so and
+/// Reduce-scatters of parts of as many bytes as this range has go by loads from inputs that are windows. On two H200s 16 MiB take 59 us so and
 /// 61 through inboxes, 32 MiB 109 and 121, 64 MiB 209 and by copy engines 214, and 128 MiB 409 and 392. Four H200s gain
 /// nothing from either way: parts of 16 MiB take 170 and 184 us, and 167 through inboxes.
 const LOADED_BYTES: RangeInclusive<u64> = 16 << 20..=96 << 20;

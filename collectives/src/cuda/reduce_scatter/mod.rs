@@ -76,7 +76,7 @@ impl ReduceScatter {
         self.id.label(StandardCollective::ReduceScatter)
     }
 
-    /// The algorithm of this number, if it can reduce elements of this type from such an input.
+    /// The row of the algorithm with this number, if it can reduce elements of this type from such an input.
     pub(in crate::cuda) fn named(
         id: AlgorithmId,
         dtype: DType,

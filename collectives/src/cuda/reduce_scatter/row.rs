@@ -12,8 +12,9 @@ use crate::{DType, ReduceOp};
 /// A reduce-scatter algorithm.
 pub(in crate::cuda) struct ReduceScatter {
     pub(in crate::cuda) id: AlgorithmId,
-    /// Whether it can serve calls of a type, from a window or not; and what it needs.
+    /// Whether it can serve calls of a type, from a window or not.
     pub(super) fits: fn(DType, bool) -> bool,
+    /// Text for errors where it does not fit: what it needs.
     pub(super) needs: &'static str,
     /// Whether it is the fastest for a call that those before it in the order of choice are not for.
     pub(super) pays_off: fn(&ScatterShape) -> bool,

@@ -31,23 +31,23 @@ impl ChosenBy {
     }
 }
 
-/// All-reduces of so many bytes go in stages where calls may run beside compute. With 29 SMs of two H100s, 64 MiB take 236
+/// All-reduces of at least so many bytes go in stages where calls may run beside compute. With 29 SMs of two H100s, 64 MiB take 236
 /// us in stages, 254 by pushes and 355 through inboxes, and 4 MiB take 25, 38 and 24 us.
 const BESIDE_COMPUTE_BYTES: u64 = 24 << 20;
-/// All-reduces of two ranks of so many bytes go by copy engines in pieces there. A step of matrix products of two H200s beside
+/// All-reduces of two ranks of at least so many bytes go by copy engines in pieces beside compute. A step of matrix products of two H200s beside
 /// 64 MiB takes 0.98 to 1.01 of what it takes beside NCCL's, and 1.05 beside stages; beside 256 MiB 0.95 and 1.00. With four,
 /// DDP's steps make 0.86 of NCCL's tokens a second so: 1 GiB takes 6.6 ms, and 4.8 in stages.
 const IN_PIECES_BYTES: u64 = 48 << 20;
 /// Bytes that an H200 sends to its peers in the time that one more hop takes: about 2 us at 350 GB/s.
 /// Two shots send fewer bytes; one shot needs one hop less.
 const HOP_BYTES: u64 = 700 << 10;
-/// Between two ranks one shot and two shots send the same bytes. Up to so many, one shot is faster as it needs
+/// Between two ranks one shot and two shots send the same bytes. Up to so many bytes, one shot is faster as it needs
 /// one hop less; above, two shots are, as they reduce less and use less memory of inboxes.
 const PAIR_HOP_BYTES: u64 = 4 << 20;
 /// Above so many bytes, results are written into outputs directly: inboxes cause more writes to the device's own
 /// memory, which no longer fit its cache.
 const DIRECT_BYTES: u64 = 24 << 20;
-/// Above so many bytes, copy engines are faster than a device's processors.
+/// Above so many bytes, copy engines are faster than kernels.
 const COPY_BYTES: u64 = 128 << 20;
 /// Up to so many bytes, LL is as fast as Lamport, and leaves no inbox to restore.
 const LL_BYTES: u64 = 4 << 10;
@@ -102,7 +102,7 @@ impl AllReduceShape {
         order.iter().chain(&fallback).copied().find(fits).unwrap_or(A::TwoShotLl)
     }
 
-    /// The entry of the algorithm that [`Self::choose`] finds, and by what it was chosen.
+    /// The row of the algorithm that [`Self::choose`] finds, and by what it was chosen.
     pub(in crate::cuda) fn entry(
         &self,
         requested: Algorithm,

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A communicator on a device of 132 processors.
+/// A communicator on a device of 132 SMs.
 fn member(ordinal: u32, world: u32, concurrent: Option<u32>) -> BudgetMember {
     let options = BudgetOptions { concurrent, ..BudgetOptions::default() };
     BudgetMember::new(ordinal, 132, world, options)

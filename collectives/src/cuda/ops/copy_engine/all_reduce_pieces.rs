@@ -29,12 +29,12 @@ const LAG: usize = SLOTS - 2;
 /// Most bytes of a piece: longer ones leave links idle for longer before the first reduction.
 const LONGEST: u64 = 16 << 20;
 
-/// The engine's events of a call: behind each of the last reductions, and behind the results of each of the last pieces,
-/// when they have arrived and are copied out of scratch.
+/// The engine's event behind the reduction of a piece, one of the last `SLOTS`.
 fn reduced(nth: usize) -> usize {
     nth % SLOTS
 }
 
+/// The engine's event behind the results of a piece, when they have arrived and are copied out of scratch.
 fn taken(nth: usize) -> usize {
     SLOTS + nth % SLOTS
 }
