@@ -196,31 +196,34 @@ impl SpanningEngine {
         };
         // SAFETY: staging has room for these bytes, and the call waits for the transfer or ends it.
         unsafe { self.transfer(Route::Flat, exchange) }?;
-        let mut others = arrived;
+        let others = if hosts > 2 { slot.take((hosts - 1) * bytes) } else { arrived };
+        let sums = self.places_of_sums(own, others, bytes);
         if hosts > 2 {
-            others = slot.take((hosts - 1) * bytes);
             let mut filled = vec![0; hosts];
             let mut from = arrived.at.cast_const();
             for (rank, &count) in receive.iter().enumerate().filter(|(_, count)| **count > 0) {
                 let host = self.ranks.hosts.of(rank as u32) as usize;
-                let skip = (host - usize::from(host > here)) * bytes + filled[host];
                 // SAFETY: every other host sends as many bytes as this rank's part has, for which there is room.
-                unsafe { from.copy_to_nonoverlapping(others.at.wrapping_add(skip), count) };
+                unsafe {
+                    from.copy_to_nonoverlapping(sums[host].wrapping_add(filled[host]), count);
+                };
                 filled[host] += count;
                 from = from.wrapping_add(count);
             }
         }
-        let partials: Vec<*const u8> = (0..hosts)
-            .map(|host| {
-                let nth = host - usize::from(host > here);
-                let from = if host == here { own.at } else { others.at.wrapping_add(nth * bytes) };
-                from.cast_const()
-            })
-            .collect();
+        let partials: Vec<*const u8> = sums.iter().map(|sum| sum.cast_const()).collect();
         // SAFETY: all hosts' sums are there; the caller promised that the output is. It may be part of the input, which is read
         // no more.
         unsafe { reduction.reduce_hosts(&partials, some, to) };
         Ok(())
+    }
+
+    /// Where sums of `bytes` lie, by host: this host's own one, and those of the others one behind the other.
+    fn places_of_sums(&self, own: StagingPart, others: StagingPart, bytes: usize) -> Vec<*mut u8> {
+        let here = self.ranks.host as usize;
+        let behind = |host: usize| (host - usize::from(host > here)) * bytes;
+        let place = |host| if host == here { own.at } else { others.at.wrapping_add(behind(host)) };
+        (0..self.ranks.host_count()).map(place).collect()
     }
 
     /// Ranks of all hosts but one, in their order.
@@ -311,17 +314,13 @@ impl SpanningEngine {
         let each = chunk.count / inside;
         self.finish(Route::Flat, chunk.ticket)?;
         let hosts = self.ranks.host_count();
-        let here = self.ranks.host as usize;
-        let other = |host: usize| {
-            let nth = host - usize::from(host > here);
-            chunk.others.at.wrapping_add(nth * each * size)
-        };
+        let sums = self.places_of_sums(chunk.own, chunk.others, each * size);
         if hosts > 2 {
             let mut from = chunk.arrived.at.cast_const();
             for (rank, (first, count)) in self.shared_elements(chunk.count).into_iter().enumerate()
             {
                 if count > 0 {
-                    let to = other(self.ranks.hosts.of(rank as u32) as usize);
+                    let to = sums[self.ranks.hosts.of(rank as u32) as usize];
                     // SAFETY: every other host's segment has room for the elements that its ranks have sent.
                     unsafe {
                         from.copy_to_nonoverlapping(to.wrapping_add(first * size), count * size);
@@ -330,9 +329,7 @@ impl SpanningEngine {
                 }
             }
         }
-        let partials: Vec<*const u8> = (0..hosts)
-            .map(|host| if host == here { chunk.own.at } else { other(host) }.cast_const())
-            .collect();
+        let partials: Vec<*const u8> = sums.iter().map(|sum| sum.cast_const()).collect();
         let to = if inside == 1 { self.address(output) } else { chunk.own.at };
         // SAFETY: all hosts' segments are there and are no longer sent; the result goes where this host's segment is, or to
         // the output, which the caller promised.

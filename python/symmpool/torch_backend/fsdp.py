@@ -90,10 +90,16 @@ class _Remembering:
 def _remembering(collective: Any) -> Any:
     """A collective of FSDP's that remembers its group's backend. Classes that torch does not make so
     are left alone."""
-    kind = type(collective)
     if not isinstance(getattr(collective, "_group", None), dist.ProcessGroup):
         return collective
-    return type(kind.__name__, (_Remembering, kind), {})(collective._group)
+    kind: Any = type(collective)
+    return _remembering_kind(kind)(collective._group)
+
+
+@functools.cache
+def _remembering_kind(kind: Any) -> Any:
+    """A class of torch's for collectives of FSDP, whose objects remember their group's backend."""
+    return type(kind.__name__, (_Remembering, kind), {})
 
 
 def _is_usual(parameters: Any) -> bool:
