@@ -15,6 +15,7 @@ from test_torch_distributed import begin
 from symmpool.errors import InvalidArgumentError
 from symmpool.plugins import entry, sglang, vllm, vllm_cpu
 from symmpool.plugins.versions import ENGINES, parsed
+from symmpool.torch_backend import registration
 
 THEIRS = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
 
@@ -32,6 +33,7 @@ def said(monkeypatch, caplog):
     """Returns the messages of plug-ins in a process that none was called in yet."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(entry, "_said", [])
+    monkeypatch.setattr(registration, "before_groups", [])
     monkeypatch.delenv("SYMMPOOL_ENGINES", raising=False)
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     return lambda: [each.getMessage() for each in caplog.records if each.name.endswith("plugins.symmpool")]
@@ -137,6 +139,8 @@ def test_on_cuda_each_part_is_served_or_its_lack_is_explained(said, cpu, monkeyp
     monkeypatch.setattr(cpu, "dist_backend", "nccl")
     own = type("CustomAllreduce", (), {"__module__": vllm.adapters.ALL_REDUCE})
     theirs = module(monkeypatch, vllm.adapters.ALL_REDUCE, CustomAllreduce=own)
+    communicator = type("PyNcclCommunicator", (), {"__module__": vllm.adapters.NCCL})
+    nccl = module(monkeypatch, vllm.adapters.NCCL, PyNcclCommunicator=communicator)
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     for name in ("deep_ep", "deep_ep.utils", "deep_ep.buffer"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType("a stand-in"))
@@ -145,9 +149,44 @@ def test_on_cuda_each_part_is_served_or_its_lack_is_explained(said, cpu, monkeyp
     (line,) = said()
     assert cpu.dist_backend == "symmpool" and theirs.CustomAllreduce is vllm.adapters.CustomAllreduce
     assert sys.modules["deep_ep"].__name__ == "symmpool.deep_ep"
-    assert "(CustomAllreduce), expert managers deepep_high_throughput" in line
+    assert issubclass(nccl.PyNcclCommunicator, communicator) and nccl.PyNcclCommunicator is not communicator
+    assert "(CustomAllreduce), large sums, gathers, reduce-scatters and messages (PyNcclComm" in line
+    assert "within a host, expert managers deepep_high_throughput" in line
+    assert "more than 8 MiB that torch's symmetric memory takes; VLLM_ALLREDUCE_USE_SYMM_MEM=0" in line
     assert "not served: fused norms: flashinfer.comm cannot be imported" in line
     assert "Beware: vLLM 0.32.0 was not run with symmpool on CUDA" in line
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC", "1", "has vLLM ask first; unset that"),
+        ("VLLM_DISABLE_PYNCCL", "1", "messages (PyNcclCommunicator), as VLLM_DISABLE_PYNCCL is set"),
+        ("VLLM_USE_NCCL_SYMM_MEM", "1", "which VLLM_USE_NCCL_SYMM_MEM leaves to NCCL"),
+        ("VLLM_ALLREDUCE_USE_SYMM_MEM", "0", None),
+        (None, None, "as another plug-in has put a.plug_in in place"),
+    ],
+)
+def test_settings_that_have_vllm_ask_others_are_named(said, cpu, monkeypatch, variable, value, words):
+    own = type("CustomAllreduce", (), {"__module__": vllm.adapters.ALL_REDUCE})
+    module(monkeypatch, vllm.adapters.ALL_REDUCE, CustomAllreduce=own)
+    place = vllm.adapters.NCCL if variable else "a.plug_in"
+    communicator = type("PyNcclCommunicator", (), {"__module__": place})
+    nccl = module(monkeypatch, vllm.adapters.NCCL, PyNcclCommunicator=communicator)
+    monkeypatch.setattr(cpu, "is_cpu", lambda self: False)
+    monkeypatch.setattr(cpu, "is_cuda", lambda self: True)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setattr(vllm.adapters, "install", lambda: None)
+    monkeypatch.setattr(vllm.deep_ep_names, "put_in_place", lambda report, managers: None)
+    if variable:
+        monkeypatch.setenv(variable, value)
+    entry.vllm()
+    (line,) = said()
+    if words is None:
+        assert "torch's symmetric memory" not in line
+        return
+    assert words in line
+    assert (nccl.PyNcclCommunicator is communicator) is ("PCIE" not in str(variable))
 
 
 class Base:

@@ -15,7 +15,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from symmpool.engines import CustomAllreduce, core
+from symmpool.engines import CustomAllreduce, core, nccl_communicator
 from symmpool.engines.core import EnginePool, EngineScope
 from symmpool.engines.custom_allreduce_v2 import derived, is_derived
 from symmpool.errors import InvalidStateError, UnsupportedError
@@ -37,6 +37,7 @@ __all__ = [
     "install",
     "install_custom_allreduce",
     "install_fusion",
+    "install_nccl_communicator",
     "is_symmetric_memory_enabled",
     "is_tensor_in_symmetric_mempool",
     "prealloc_symmetric_memory_pool",
@@ -52,6 +53,7 @@ REPLACES = "sglang.srt.distributed.device_communicators.pynccl_allocator"
 ALL_REDUCE = "sglang.srt.distributed.device_communicators.custom_all_reduce"
 ALL_REDUCE_V2 = "sglang.srt.distributed.device_communicators.custom_all_reduce_v2"
 
+NCCL = "sglang.srt.distributed.device_communicators.pynccl"
 FUSION = "sglang.srt.layers.flashinfer_comm_fusion"
 _PREFLIGHT = "_preflight_check_workspace_memory"
 
@@ -96,6 +98,15 @@ def install_custom_allreduce() -> None:
 
     dispatch_custom_allreduce.is_of_symmpool = True  # type: ignore[attr-defined]
     module.dispatch_custom_allreduce = dispatch_custom_allreduce
+
+
+def install_nccl_communicator() -> None:
+    """Makes SGLang use this package's collectives where it asks its `PyNcclCommunicator`, in groups that it
+    makes from now on: what it captures in graphs, gathers and scattered sums of unequal parts, and messages.
+    Groups across hosts stay NCCL's, and so do all with --enable-symm-mem."""
+    own: Any = importlib.import_module(NCCL).PyNcclCommunicator
+    if not nccl_communicator.is_derived(own):
+        core.rebind(own, nccl_communicator.derived(own, True, is_symmetric_memory_enabled), "sglang")
 
 
 def install_fusion() -> None:

@@ -15,7 +15,7 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
-from symmpool.engines import CustomAllreduce, core
+from symmpool.engines import CustomAllreduce, core, nccl_communicator
 from symmpool.engines.core import EnginePool, EngineScope
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "get_nccl_mem_pool",
     "install",
     "install_custom_allreduce",
+    "install_nccl_communicator",
     "is_symmetric_memory_enabled",
     "is_symmetric_memory_tensor",
     "nccl_symm_mem_context",
@@ -39,6 +40,7 @@ logger = logging.getLogger("symmpool.engines")
 #: The modules of vLLM that are replaced.
 REPLACES = "vllm.distributed.device_communicators.pynccl_allocator"
 ALL_REDUCE = "vllm.distributed.device_communicators.custom_all_reduce"
+NCCL = "vllm.distributed.device_communicators.pynccl"
 
 # Pools by the identity of the communicator.
 _pools: dict[tuple[int, bytes], EnginePool] = {}
@@ -61,6 +63,20 @@ def install_custom_allreduce() -> None:
             "symmpool: vLLM asks FlashInfer for all-reduces before symmpool's; call "
             "symmpool.engines.flashinfer_comm.install() too, or set VLLM_ALLREDUCE_USE_FLASHINFER=0"
         )
+
+
+def install_nccl_communicator() -> None:
+    """Makes vLLM use this package's collectives where it asks its `PyNcclCommunicator`, in groups that it
+    makes from now on: gathers, scattered sums, messages, and sums that nothing else serves. Groups across
+    hosts, and those of other programs with vLLM, stay NCCL's, and so do all with VLLM_USE_NCCL_SYMM_MEM."""
+    own: Any = importlib.import_module(NCCL).PyNcclCommunicator
+    if not nccl_communicator.is_derived(own):
+        made = nccl_communicator.derived(own, False, _needs_nccl)
+        core.rebind(own, made, "vllm")
+
+
+def _needs_nccl() -> bool:
+    return is_symmetric_memory_enabled() or core.is_enabled("vllm.envs", "VLLM_DISABLE_PYNCCL")
 
 
 def asks_flashinfer_first() -> bool:

@@ -7,12 +7,13 @@ import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from symmpool.engines import sglang as adapters
 from symmpool.errors import Error, InvalidStateError
 from symmpool.plugins import deep_ep_names
+from symmpool.plugins.presence import PresenceCheck
 from symmpool.plugins.report import ServiceReport
+from symmpool.torch_backend import registration
 
 __all__ = ["put_in_place"]
 
@@ -36,6 +37,11 @@ def put_in_place() -> ServiceReport:
         return report
     adapters.install_custom_allreduce()
     report.served.append("all-reduces (CustomAllReduceV2, and CustomAllreduce where SGLang has not that)")
+    adapters.install_nccl_communicator()
+    report.served.append(
+        "what SGLang asks NCCL in graphs and for unequal parts (PyNcclCommunicator) within a host, without "
+        "--enable-symm-mem"
+    )
     try:
         adapters.install_fusion()
         report.served.append("fused norms of --flashinfer-allreduce-fusion-backend trtllm or mnnvl")
@@ -52,8 +58,8 @@ def put_in_place() -> ServiceReport:
 
 def _groups(report: ServiceReport) -> None:
     """The groups of devices are made on our backend."""
-    if BACKEND.upper() not in dist.Backend._plugins:
-        from symmpool import backend  # noqa: F401
+    registration.register()
+    registration.before_groups.append(PresenceCheck("SGLang", logger))
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
     hooks.HookRegistry.register(_GROUPS, on_our_backend, hooks.HookType.BEFORE)
     report.served.append("groups (broadcasts, all-gathers, reduce-scatters, all-to-alls, messages)")

@@ -10,6 +10,7 @@ from typing import Any
 from symmpool.engines import vllm as adapters
 from symmpool.errors import Error
 from symmpool.plugins import deep_ep_names
+from symmpool.plugins.presence import PresenceCheck
 from symmpool.plugins.report import ServiceReport
 
 __all__ = ["put_in_place"]
@@ -36,11 +37,10 @@ def put_in_place() -> ServiceReport:
 
 def _groups(platform: Any, report: ServiceReport) -> None:
     """The groups of the platform's devices are made on our backend."""
-    import torch.distributed as dist
+    from symmpool.torch_backend import registration
 
-    if BACKEND.upper() not in dist.Backend._plugins:
-        # torch looks for backends of packages by itself, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
-        from symmpool import backend  # noqa: F401
+    # torch looks for backends of packages by itself, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0.
+    registration.register()
     kind = type(platform)
     before = getattr(kind, "dist_backend", None)
     if before not in ("gloo", "nccl", BACKEND):
@@ -50,6 +50,7 @@ def _groups(platform: Any, report: ServiceReport) -> None:
         report.left.append("groups, which VLLM_DISTRIBUTED_USE_SPLIT_GROUP has NCCL split; unset that")
         return
     kind.dist_backend = BACKEND
+    registration.before_groups.append(PresenceCheck("vLLM", logger))
     report.served.append("groups (broadcasts, all-gathers, reduce-scatters, all-to-alls, messages)")
 
 
@@ -86,12 +87,50 @@ def _on_cuda(platform: Any) -> ServiceReport:
         _flashinfer(report)
         adapters.install_custom_allreduce()
         report.served.append("all-reduces, small all-gathers and reduce-scatters (CustomAllreduce)")
-    if os.environ.get("VLLM_USE_NCCL_SYMM_MEM", "0") not in ("", "0"):
-        adapters.install()
-        report.served.append("memory in NCCL's windows (VLLM_USE_NCCL_SYMM_MEM)")
+        _other_all_reduces(report)
+    _nccl(report)
     deep_ep_names.put_in_place(report, "expert managers deepep_high_throughput and deepep_low_latency")
     report.left.append("sleep with checkpoints of communicators (refused by name)")
     return report
+
+
+def _is_set(variable: str, default: str = "0") -> bool:
+    """Whether one of vLLM's variables is set."""
+    return os.environ.get(variable, default) not in ("", "0")
+
+
+def _other_all_reduces(report: ServiceReport) -> None:
+    """Names what vLLM asks for sums before or behind ours, and the variable that keeps it from that."""
+    if _is_set("VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC"):
+        report.left.append(
+            "sums that FlashInfer's PCIe all-reduce takes, which "
+            "VLLM_ALLREDUCE_USE_FLASHINFER_PCIE_IPC has vLLM ask first; unset that"
+        )
+    if _is_set("VLLM_ALLREDUCE_USE_SYMM_MEM", "1"):
+        report.left.append(
+            "sums of more than 8 MiB that torch's symmetric memory takes; VLLM_ALLREDUCE_USE_SYMM_MEM=0 "
+            "leaves them to symmpool"
+        )
+
+
+def _nccl(report: ServiceReport) -> None:
+    """Serves what vLLM asks its communicator of NCCL, or names why not."""
+    calls = "large sums, gathers, reduce-scatters and messages (PyNcclCommunicator)"
+    if _is_set("VLLM_USE_NCCL_SYMM_MEM"):
+        adapters.install()
+        report.served.append("memory in NCCL's windows (VLLM_USE_NCCL_SYMM_MEM)")
+        report.left.append(f"{calls}, which VLLM_USE_NCCL_SYMM_MEM leaves to NCCL")
+        return
+    if os.environ.get("VLLM_DISABLE_PYNCCL", "").lower() in ("true", "1"):
+        report.left.append(f"{calls}, as VLLM_DISABLE_PYNCCL is set")
+        return
+    module = importlib.import_module(adapters.NCCL)
+    theirs = module.PyNcclCommunicator.__module__
+    if theirs != adapters.NCCL:
+        report.left.append(f"{calls}, as another plug-in has put {theirs} in place")
+        return
+    adapters.install_nccl_communicator()
+    report.served.append(f"{calls} within a host")
 
 
 def _flashinfer(report: ServiceReport) -> None:

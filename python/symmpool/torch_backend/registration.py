@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +13,12 @@ from torch._C import _distributed_c10d as c10d
 from symmpool.errors import UnsupportedError
 from symmpool.torch_backend.process_group import NAME, SymmpoolProcessGroup
 
-__all__ = ["create", "has_python_backends", "register", "version"]
+__all__ = ["before_groups", "create", "has_python_backends", "register", "version"]
 
 logger = logging.getLogger("symmpool.backend")
+
+#: Functions that are called with the options of each new group, before it is made.
+before_groups: list[Callable[[Any], None]] = []
 
 # The first version of torch whose backends in Python have hooks, a split and a shrink.
 _PYTHON_BACKENDS = (2, 14)
@@ -45,6 +49,8 @@ def create(options: Any, backend_options: object = None) -> dist.ProcessGroup | 
             f"{torch.__version__}, whose DDP and functional collectives wait for ever for a backend written "
             "in Python; symmpool.all_reduce and its like work on groups of gloo and NCCL"
         )
+    for function in before_groups:
+        function(options)
     place = (options.group_rank, options.group_size)
     given = (options.store, *place, options.timeout, backend_options)
     if has_python_backends() and options.process_group is not None:

@@ -64,3 +64,71 @@ def groups(group, folder, mode):
 @pytest.mark.parametrize(("mode", "backend"), [("on", "symmpool"), ("off", "gloo")])
 def test_sglangs_groups_are_on_our_backend_unless_it_is_turned_off(tmp_path, mode, backend):
     assert values(2, groups, str(tmp_path), mode) == [(backend, [])] * 2
+
+
+def captured_calls(group, folder):
+    """Calls what SGLang's groups ask NCCL: in captures, and for unequal parts. The device is the CPU, where
+    SGLang's own switch of its communicator plays a capture. Returns what went otherwise than it should."""
+    os.environ["SYMMPOOL_ENGINES"] = "on"
+    me, world = group.rank, group.world
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed.device_communicators import pynccl
+
+    from symmpool.engines import sglang
+
+    theirs = pynccl.PyNcclCommunicator
+    sglang.install()
+    sglang.install_nccl_communicator()
+    parallel_state.init_distributed_environment(
+        backend="gloo",
+        world_size=world,
+        rank=me,
+        local_rank=me,
+        distributed_init_method=f"file://{folder}/meeting",
+        timeout=60,
+    )
+    made = parallel_state.init_model_parallel_group(
+        [list(range(world))],
+        local_rank=me,
+        backend="symmpool",
+        use_pynccl=True,
+        use_custom_allreduce=False,
+        group_name="tp",
+    )
+    nccl, wrong = made.pynccl_comm, []
+    if not isinstance(nccl, theirs) or type(nccl) is theirs or not nccl.available or not nccl.disabled:
+        wrong.append(("class", type(nccl)))
+    sizes = [1, 3]
+    every = torch.arange(16.0).reshape(4, 4)
+    mine = every[[slice(0, 1), slice(1, 4)][me]]
+    for found in (made.all_gatherv(mine, sizes)[0], *made.all_gatherv([mine, mine], sizes)):
+        if not torch.equal(found, every):
+            wrong.append(("all_gatherv", found.tolist()))
+    if not torch.equal(made.reduce_scatterv(every * (me + 1), sizes=sizes), mine * 3):
+        wrong.append("reduce_scatterv")
+    with nccl.change_state(enable=True):
+        x = torch.full((2, 4), me + 1.0)
+        if made._all_reduce_in_place(x) is not None or x.tolist() != [[3.0] * 4] * 2:
+            wrong.append(("all_reduce", x.tolist()))
+        gathered, part = torch.empty(2 * world, 4), torch.empty(1, 4)
+        made._all_gather_into_tensor(gathered, torch.full((2, 4), float(me)))
+        if gathered[:, 0].tolist() != [0.0, 0.0, 1.0, 1.0]:
+            wrong.append(("all_gather", gathered.tolist()))
+        made._reduce_scatter_tensor(part, torch.full((world, 4), me + 1.0))
+        if part.tolist() != [[3.0] * 4]:
+            wrong.append(("reduce_scatter", part.tolist()))
+        if made.broadcast(torch.full((4,), float(me)), src=1).tolist() != [1.0] * 4:
+            wrong.append("broadcast")
+        if me == 0:
+            made.send(every, 1)
+        elif not torch.equal(made.recv(every.shape, every.dtype, 0), every):
+            wrong.append("recv")
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_what_sglangs_groups_ask_nccl_is_ours(tmp_path):
+    assert values(2, captured_calls, str(tmp_path)) == [[]] * 2
