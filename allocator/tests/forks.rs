@@ -64,11 +64,11 @@ fn a_child_is_given_none_of_its_parents_memory() {
 }
 
 /// A place where a thread stops: it signals its arrival, and waits until it may continue.
-type Stop = (mpsc::Receiver<()>, mpsc::Sender<()>);
+type StopChannel = (mpsc::Receiver<()>, mpsc::Sender<()>);
 
 /// A pool of one rank. Its driver stops one thread at a step of a commit, and another in the third call that
 /// makes memory. Both signal their arrival and wait.
-fn a_pool_that_stops() -> (Pool, [Stop; 2]) {
+fn a_pool_that_stops() -> (Pool, [StopChannel; 2]) {
     let stop = || {
         let (arrive, arrived) = mpsc::channel();
         let (leave, left) = mpsc::channel::<()>();

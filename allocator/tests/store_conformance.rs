@@ -34,9 +34,9 @@ impl Meeting for Memory {
     }
 }
 
-struct Directory(tempfile::TempDir);
+struct FileMeeting(tempfile::TempDir);
 
-impl Meeting for Directory {
+impl Meeting for FileMeeting {
     fn handle(&self) -> Box<dyn Store> {
         Box::new(FileStore::open(self.0.path()).unwrap())
     }
@@ -325,7 +325,7 @@ macro_rules! conformance {
 macro_rules! all_stores {
     ($tests:tt) => {
         conformance!(memory, crate::Memory(crate::MemoryStore::new()), $tests);
-        conformance!(file, crate::Directory(tempfile::tempdir().unwrap()), $tests);
+        conformance!(file, crate::FileMeeting(tempfile::tempdir().unwrap()), $tests);
         conformance!(
             tcp,
             crate::Server(
@@ -400,9 +400,9 @@ impl Store for ValuesOnly {
     }
 }
 
-struct Values(MemoryStore);
+struct ValuesOnlyMeeting(MemoryStore);
 
-impl Meeting for Values {
+impl Meeting for ValuesOnlyMeeting {
     fn handle(&self) -> Box<dyn Store> {
         Box::new(ValuesOnly(self.0.clone()))
     }
@@ -410,7 +410,7 @@ impl Meeting for Values {
 
 conformance!(
     default_gather,
-    crate::Values(crate::MemoryStore::new()),
+    crate::ValuesOnlyMeeting(crate::MemoryStore::new()),
     [
         sixty_four_ranks_gather_in_rank_order,
         gathers_follow_each_other,

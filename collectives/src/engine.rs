@@ -9,7 +9,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
 use crate::call::experts::{ExpertCall, ExpertShape};
 use crate::call::rehearsal::{Lifts, Rehearsed};
-use crate::call::{Arguments, Call, StandardCall};
+use crate::call::{Arguments, CallDescription, StandardCall};
 use crate::plan::CheckedPlan;
 use crate::types::communicator_memory::CommunicatorMemory;
 use crate::types::timeout::Timeout;
@@ -155,7 +155,7 @@ pub(crate) trait Engine: Send {
     fn barrier(&mut self, stream: &Stream) -> Result<()>;
 
     /// Meets all ranks, which must make the same call, and does nothing else. In host memory alone.
-    fn meet(&mut self, call: &Call) -> Result<()> {
+    fn meet(&mut self, call: &CallDescription) -> Result<()> {
         Err(Error::unsupported(format!("{call} without its data, on rank {}", self.rank())))
     }
 

@@ -34,7 +34,8 @@ pub use algorithm::{
 };
 pub use built::{built_from, kernel_versions};
 pub use call::experts::{
-    CombineAt, DispatchAt, ExpertLayout, ExpertShape, HandleParts, Quantization, ReceivedSizes,
+    CombineAt, DispatchAt, ExpertLayout, ExpertQuantization, ExpertShape, HandleParts,
+    ReceivedSizes,
 };
 pub use call::matmul::shape::{MatmulKind, MatmulShape};
 pub use call::matmul::{

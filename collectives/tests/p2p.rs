@@ -328,7 +328,7 @@ fn a_declined_receive_does_not_wait_for_another_thread_that_receives() {
 
 /// End of a message: a rank makes it with these bytes and this type, or declines it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum End {
+enum MessageEnd {
     Makes(usize, DType),
     Declines,
 }
@@ -343,12 +343,14 @@ impl Random {
         (self.0 >> 33) as usize % limit
     }
 
-    fn end(&mut self, bytes: usize, dtype: DType) -> End {
+    fn end(&mut self, bytes: usize, dtype: DType) -> MessageEnd {
         match self.below(20) {
-            0 => End::Declines,
-            1 => End::Makes(bytes + 4, dtype),
-            2 => End::Makes(bytes, if dtype == DType::F32 { DType::I32 } else { DType::F32 }),
-            _ => End::Makes(bytes, dtype),
+            0 => MessageEnd::Declines,
+            1 => MessageEnd::Makes(bytes + 4, dtype),
+            2 => {
+                MessageEnd::Makes(bytes, if dtype == DType::F32 { DType::I32 } else { DType::F32 })
+            }
+            _ => MessageEnd::Makes(bytes, dtype),
         }
     }
 }
@@ -360,8 +362,8 @@ enum Model {
     Fails,
 }
 
-fn model(ends: (End, End)) -> Model {
-    if ends.0 == ends.1 && ends.0 != End::Declines { Model::Arrives } else { Model::Fails }
+fn model(ends: (MessageEnd, MessageEnd)) -> Model {
+    if ends.0 == ends.1 && ends.0 != MessageEnd::Declines { Model::Arrives } else { Model::Fails }
 }
 
 #[test]
@@ -370,7 +372,7 @@ fn random_messages_that_fail_leave_all_others_as_in_a_queue() {
     let rounds: u64 = std::env::var("SYMMPOOL_P2P_ROUNDS").map_or(6, |text| text.parse().unwrap());
     for round in 0..rounds {
         let world = 2 + (round % 2) as u32;
-        let script = |source: u32, target: u32| -> Vec<(End, End)> {
+        let script = |source: u32, target: u32| -> Vec<(MessageEnd, MessageEnd)> {
             let mut random = Random(round << 16 | u64::from(source << 8 | target));
             (0..MESSAGES)
                 .map(|_| {
@@ -391,11 +393,11 @@ fn random_messages_that_fail_leave_all_others_as_in_a_queue() {
                         let outcomes: Vec<_> = (0..)
                             .zip(script(me, peer))
                             .map(|(nth, (end, _))| match end {
-                                End::Declines => {
+                                MessageEnd::Declines => {
                                     decline(comm, DType::F32, peer, true);
                                     false
                                 }
-                                End::Makes(bytes, dtype) => {
+                                MessageEnd::Makes(bytes, dtype) => {
                                     let sent = send(comm, &data(me, peer, nth, bytes), dtype, peer);
                                     assert!(
                                         sent.as_ref().err().is_none_or(Error::is_diverged),
@@ -411,11 +413,11 @@ fn random_messages_that_fail_leave_all_others_as_in_a_queue() {
                         let outcomes: Vec<_> = (0..)
                             .zip(script(peer, me))
                             .map(|(nth, (_, end))| match end {
-                                End::Declines => {
+                                MessageEnd::Declines => {
                                     decline(comm, DType::F32, peer, false);
                                     false
                                 }
-                                End::Makes(bytes, dtype) => {
+                                MessageEnd::Makes(bytes, dtype) => {
                                     let mut there = vec![0xa5; bytes];
                                     let came = recv(comm, &mut there, dtype, peer);
                                     assert!(

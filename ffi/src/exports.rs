@@ -9,9 +9,9 @@ use crate::guard::guarded;
 use crate::slots::{self, Slot};
 
 /// `void *alloc(ssize_t size, int device, cudaStream_t stream)`
-type Alloc = extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
+type AllocFunction = extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
 /// `void free(void *ptr, size_t size, int device, cudaStream_t stream)`
-type Free = extern "C" fn(*mut c_void, usize, c_int, *mut c_void);
+type FreeFunction = extern "C" fn(*mut c_void, usize, c_int, *mut c_void);
 
 fn alloc(slot: usize, size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
     let work = || slots::alloc(slot, size, device, stream as u64).map(|at| at as *mut c_void);
@@ -33,7 +33,7 @@ impl Slot {
 macro_rules! exports {
     ($($slot:literal)*) => {
         /// The functions of all slots, in order.
-        static FUNCTIONS: [(Alloc, Free); slots::SLOTS] = [$({
+        static FUNCTIONS: [(AllocFunction, FreeFunction); slots::SLOTS] = [$({
             #[unsafe(export_name = concat!("symmpool_alloc_", $slot))]
             extern "C" fn alloc_here(
                 size: isize,
@@ -51,7 +51,7 @@ macro_rules! exports {
             ) {
                 free($slot, pointer);
             }
-            (alloc_here as Alloc, free_here as Free)
+            (alloc_here as AllocFunction, free_here as FreeFunction)
         }),*];
     };
 }

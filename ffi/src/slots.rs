@@ -40,7 +40,7 @@ struct Bound {
 }
 
 /// A place in the table.
-struct Place {
+struct SlotPlace {
     /// The process that bound the slot, or [`VACANT`]. It changes under the lock only.
     maker: AtomicU64,
     bound: Mutex<Option<Bound>>,
@@ -51,9 +51,9 @@ type Guard<'a> = MutexGuard<'a, Option<Bound>>;
 /// No process: no process id is zero.
 const VACANT: u64 = 0;
 
-static TABLE: [Place; SLOTS] = [const { Place::new(word(VACANT)) }; SLOTS];
+static TABLE: [SlotPlace; SLOTS] = [const { SlotPlace::new(word(VACANT)) }; SLOTS];
 
-impl Place {
+impl SlotPlace {
     const fn new(maker: AtomicU64) -> Self {
         Self { maker, bound: Mutex::new(None) }
     }
@@ -357,8 +357,8 @@ mod models {
         (pool, lane)
     }
 
-    fn vacant() -> Arc<Place> {
-        Arc::new(Place::new(AtomicU64::new(VACANT)))
+    fn vacant() -> Arc<SlotPlace> {
+        Arc::new(SlotPlace::new(AtomicU64::new(VACANT)))
     }
 
     /// A slot is dropped while other threads free the last blocks. It is vacant when both are done, and not before.

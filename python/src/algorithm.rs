@@ -10,7 +10,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::plan::{CheckedPlan, Plan, PlanError};
 use symmpool_collectives::{DType, NativeKernel, ReduceOp, Request};
 
-use crate::arguments::{Argument, Calls};
+use crate::arguments::{Argument, CommunicatorCalls};
 use crate::communicator::Communicator;
 use crate::convert::{self, long_name, standard, window_names};
 use crate::errors::{OrRaise, exception, invalid};
@@ -277,7 +277,7 @@ impl Algorithm {
             _ => Err(invalid(py, "count and dtype are for addresses, and are given together")),
         };
         let raw = calls.or_decline(py, stream_of_call, raw.map_err(Refusal::Raised))?;
-        let call = Call { input, output, op, src, raw };
+        let call = AlgorithmCall { input, output, op, src, raw };
         run(py, calls, &self.algorithm, call, stream_of_call)?;
         comm.get().wrote(&[Some(output.unwrap_or(input))])
     }
@@ -298,7 +298,7 @@ impl Algorithm {
 }
 
 /// The algorithms of a communicator, for one collective or for all.
-pub(crate) fn all(calls: &Calls, collective: Option<&str>) -> Vec<Algorithm> {
+pub(crate) fn all(calls: &CommunicatorCalls, collective: Option<&str>) -> Vec<Algorithm> {
     let all = calls.comm.algorithms().into_iter();
     all.filter(|each| collective.is_none_or(|of| each.collective() == of))
         .map(|algorithm| Algorithm { algorithm })
@@ -349,7 +349,7 @@ impl Algorithm {
 }
 
 /// A call with an algorithm, as Python gives it.
-struct Call<'a, 'py> {
+struct AlgorithmCall<'a, 'py> {
     input: Argument<'a, 'py>,
     output: Option<Argument<'a, 'py>>,
     op: Option<Argument<'a, 'py>>,
@@ -361,9 +361,9 @@ struct Call<'a, 'py> {
 /// Runs an algorithm.
 fn run(
     py: Python<'_>,
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     algorithm: &symmpool_collectives::Algorithm,
-    call: Call<'_, '_>,
+    call: AlgorithmCall<'_, '_>,
     stream: Stream,
 ) -> PyResult<()> {
     let found = prepare(calls, algorithm, call);
@@ -391,11 +391,11 @@ struct Prepared {
 }
 
 fn prepare(
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     algorithm: &symmpool_collectives::Algorithm,
-    call: Call<'_, '_>,
+    call: AlgorithmCall<'_, '_>,
 ) -> Result<Prepared, Refusal> {
-    let Call { input, output, op, src, raw } = call;
+    let AlgorithmCall { input, output, op, src, raw } = call;
     let op = operation::reduce_op(op).map_err(Refusal::Invalid)?;
     let src = src.or_refuse("src")?;
     let parts = algorithm.input_parts(calls.world);

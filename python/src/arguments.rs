@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use symmpool_allocator::{Result, Stream};
 use symmpool_collectives::{DType, ReduceOp, Request, StandardCollective};
 
-use crate::convert::{Device, long_name};
+use crate::convert::{MemoryDevice, long_name};
 use crate::errors::{OrRaise, raised};
 use crate::fork_guarded::ForkGuarded;
 use crate::name::Name;
@@ -34,12 +34,12 @@ pub(crate) fn rows_of(
 }
 
 /// A communicator as its calls see it, and those of what is made on it.
-pub(crate) struct Calls {
+pub(crate) struct CommunicatorCalls {
     pub(crate) comm: ForkGuarded<Arc<symmpool_collectives::Communicator>>,
     pub(crate) context: RankContext,
 }
 
-impl Deref for Calls {
+impl Deref for CommunicatorCalls {
     type Target = RankContext;
 
     #[inline]
@@ -61,12 +61,12 @@ fn warn_of_shortages(py: Python<'_>) {
 /// Context that the arguments of a call must fit: the communicator's device, rank and world.
 #[derive(Clone, Copy)]
 pub(crate) struct RankContext {
-    pub(crate) device: Device,
+    pub(crate) device: MemoryDevice,
     pub(crate) rank: u32,
     pub(crate) world: u32,
 }
 
-impl Calls {
+impl CommunicatorCalls {
     /// A barrier, which adds its waits to a tensor if there is one.
     pub(crate) fn barrier(
         &self,

@@ -14,14 +14,14 @@ const LEAVE: Duration = Duration::from_micros(60);
 /// costs the program no switch of threads there.
 #[pyclass(frozen, module = "symmpool._symmpool")]
 pub(crate) struct CallWakeup {
-    calls: Mutex<Calls>,
+    calls: Mutex<OpenCalls>,
     rung: Condvar,
     /// In a forked child, which has no thread that waits here, the lock may be held for ever.
     maker: ProcessId,
 }
 
 #[derive(Default)]
-struct Calls {
+struct OpenCalls {
     /// Those that were begun, less those that somebody has taken.
     open: u64,
     /// Whether the thread has to be woken for the next one.
@@ -30,7 +30,7 @@ struct Calls {
 
 impl CallWakeup {
     /// `None` in a forked child.
-    fn lock(&self) -> Option<MutexGuard<'_, Calls>> {
+    fn lock(&self) -> Option<MutexGuard<'_, OpenCalls>> {
         let lock = || self.calls.lock().unwrap_or_else(PoisonError::into_inner);
         self.maker.is_here().then(lock)
     }

@@ -8,10 +8,10 @@ use pyo3::types::{PyDict, PyTuple};
 use symmpool_allocator::{Error, Stream};
 use symmpool_collectives::DType;
 
-use crate::convert::{Device, long_name};
+use crate::convert::{MemoryDevice, long_name};
 use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, exception};
-use crate::memory::Memory;
+use crate::memory::UnorderedBlock;
 use crate::number::Number;
 use crate::stream;
 
@@ -23,7 +23,7 @@ use crate::stream;
 /// `Pool.empty`.
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct Block {
-    memory: Arc<Memory>,
+    memory: Arc<UnorderedBlock>,
     /// Where in the memory it begins, in bytes.
     begin: usize,
     shape: Vec<i64>,
@@ -31,12 +31,17 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    pub(crate) fn new(memory: Arc<Memory>, shape: Vec<i64>, dtype: DType) -> Self {
+    pub(crate) fn new(memory: Arc<UnorderedBlock>, shape: Vec<i64>, dtype: DType) -> Self {
         Self::part(memory, 0, shape, dtype)
     }
 
     /// A part of what is longer.
-    pub(crate) fn part(memory: Arc<Memory>, begin: usize, shape: Vec<i64>, dtype: DType) -> Self {
+    pub(crate) fn part(
+        memory: Arc<UnorderedBlock>,
+        begin: usize,
+        shape: Vec<i64>,
+        dtype: DType,
+    ) -> Self {
         Self { memory, begin, shape, dtype }
     }
 
@@ -52,7 +57,7 @@ impl Block {
         self.dtype
     }
 
-    pub(crate) fn device_of(&self) -> Device {
+    pub(crate) fn device_of(&self) -> MemoryDevice {
         self.memory.device
     }
 }
@@ -138,7 +143,7 @@ impl Block {
     /// as bytes without a meaning: numpy knows no such types by itself.
     #[getter]
     fn __array_interface__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        if self.memory.device != Device::Cpu {
+        if self.memory.device != MemoryDevice::Cpu {
             let why = format!("numpy cannot reach memory of {}", self.memory.device.name());
             return Err(exception(py, &Error::unsupported(why)));
         }
@@ -181,7 +186,7 @@ impl Block {
                 "symmetric memory is handed out where it lies, without a copy",
             ));
         }
-        if self.memory.device != Device::Cpu && stream != Some(-1) {
+        if self.memory.device != MemoryDevice::Cpu && stream != Some(-1) {
             // DLPack writes the default stream as 1.
             let consumer = match stream {
                 None | Some(1) => Stream::DEFAULT,

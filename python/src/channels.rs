@@ -7,7 +7,7 @@ use std::sync::Arc;
 use pyo3::prelude::*;
 use symmpool_collectives::ChannelSet;
 
-use crate::arguments::{Argument, Calls};
+use crate::arguments::{Argument, CommunicatorCalls};
 use crate::block::Block;
 use crate::communicator::Communicator;
 use crate::errors::{OrRaise, invalid};
@@ -24,7 +24,7 @@ pub(crate) struct Channels {
 }
 
 struct Set {
-    calls: Arc<Calls>,
+    calls: Arc<CommunicatorCalls>,
     set: ChannelSet,
 }
 

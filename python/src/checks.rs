@@ -5,7 +5,7 @@ use pyo3::types::PyTuple;
 use symmpool_collectives::ReduceOp;
 
 use crate::arguments::{Argument, RankContext};
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::number::Number;
 use crate::operation;
 use crate::reading::{Refusal, Tensor};
@@ -89,7 +89,7 @@ pub(crate) fn check_call(
     call: &str,
     arguments: &Bound<'_, PyTuple>,
 ) -> PyResult<()> {
-    let device = u32::try_from(device).map_or(Device::Cpu, Device::Cuda);
+    let device = u32::try_from(device).map_or(MemoryDevice::Cpu, MemoryDevice::Cuda);
     let context = RankContext { device, rank, world };
     let given = |at: usize| arguments.get_item(at).ok().filter(|it| !it.is_none());
     let Some(first) = given(0) else { return Ok(()) };

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use pyo3::prelude::*;
 
-use crate::arguments::{Argument, Calls};
+use crate::arguments::{Argument, CommunicatorCalls};
 use crate::selection::Selectors;
 use crate::written::say_written;
 
 #[doc = include_str!("communicator.md")]
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Communicator {
-    pub(crate) calls: Arc<Calls>,
+    pub(crate) calls: Arc<CommunicatorCalls>,
     pub(crate) algorithm: String,
     pub(crate) selectors: Selectors,
     /// Whether calls say to autograd what they write to.
@@ -19,12 +19,12 @@ pub(crate) struct Communicator {
 }
 
 impl Communicator {
-    pub(crate) fn on(calls: Arc<Calls>, algorithm: String, is_seen: bool) -> Self {
+    pub(crate) fn on(calls: Arc<CommunicatorCalls>, algorithm: String, is_seen: bool) -> Self {
         Self { calls, algorithm, selectors: Selectors::default(), is_seen }
     }
 
     /// The calls, for those that are other classes' methods.
-    pub(crate) fn calls(&self) -> &Calls {
+    pub(crate) fn calls(&self) -> &CommunicatorCalls {
         &self.calls
     }
 

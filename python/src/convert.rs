@@ -10,13 +10,13 @@ use crate::errors::{OrRaise, invalid};
 
 /// Where a pool's memory is, as tensors name it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Device {
+pub(crate) enum MemoryDevice {
     Cpu,
     /// The ordinal among the devices that the process sees.
     Cuda(u32),
 }
 
-impl Device {
+impl MemoryDevice {
     pub(crate) fn name(self) -> String {
         match self {
             Self::Cpu => "cpu".into(),

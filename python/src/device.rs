@@ -7,19 +7,19 @@ use pyo3::types::PyCFunction;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, PreparedPool, Result, short};
 
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::errors::{OrRaise, exception, reason};
 use crate::group::group_of;
 
 /// The driver for a device's name.
-pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
+pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, MemoryDevice)> {
     let cuda = |driver: CudaDriver| {
-        let device = Device::Cuda(driver.facts().ordinal);
+        let device = MemoryDevice::Cuda(driver.facts().ordinal);
         (Driver::new(driver), device)
     };
     match name {
         // torch gives the one CPU these names.
-        Some("cpu" | "cpu:0") => Ok((Driver::host()?, Device::Cpu)),
+        Some("cpu" | "cpu:0") => Ok((Driver::host()?, MemoryDevice::Cpu)),
         Some(name) if name.starts_with("cpu:") => Err(Error::invalid_argument(format!(
             "device: {:?}: the CPU is one device here; pass \"cpu\"",
             short(name)
@@ -38,7 +38,7 @@ pub(crate) fn driver(name: Option<&str>) -> Result<(Driver, Device)> {
         // This chooses like `Driver::best`, and keeps which device it was.
         None => match CudaDriver::from_env() {
             Ok(driver) => Ok(cuda(driver)),
-            Err(error) if error.is_unsupported() => Ok((Driver::host()?, Device::Cpu)),
+            Err(error) if error.is_unsupported() => Ok((Driver::host()?, MemoryDevice::Cpu)),
             Err(error) => Err(error),
         },
     }

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyCapsule;
 use symmpool_collectives::DType;
 
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 
 const UNVERSIONED: &CStr = c"dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
@@ -67,7 +67,7 @@ struct ManagedVersioned {
 pub(crate) type Owner = Arc<dyn Send + Sync>;
 
 /// Data that a consumer's tensor points into; kept alive, not read by us.
-struct Held<T> {
+struct HeldData<T> {
     managed: T,
     _lengths: Vec<i64>,
     _strides: Vec<i64>,
@@ -78,16 +78,16 @@ struct Held<T> {
 #[derive(Clone, Copy)]
 pub(crate) struct Description<'a> {
     pub(crate) address: usize,
-    pub(crate) device: Device,
+    pub(crate) device: MemoryDevice,
     pub(crate) dtype: DType,
     pub(crate) shape: &'a [i64],
 }
 
 /// A device as DLPack numbers them.
-pub(crate) fn device(device: Device) -> (i32, i32) {
+pub(crate) fn device(device: MemoryDevice) -> (i32, i32) {
     match device {
-        Device::Cpu => (1, 0),
-        Device::Cuda(ordinal) => (2, ordinal as i32),
+        MemoryDevice::Cpu => (1, 0),
+        MemoryDevice::Cuda(ordinal) => (2, ordinal as i32),
     }
 }
 
@@ -218,7 +218,7 @@ pub(crate) fn capsule<'py>(
             flags: 0,
             tensor,
         };
-        let held = Box::into_raw(Box::new(Held {
+        let held = Box::into_raw(Box::new(HeldData {
             managed,
             _lengths: lengths,
             _strides: strides,
@@ -231,7 +231,7 @@ pub(crate) fn capsule<'py>(
         wrap(py, pointer.cast(), VERSIONED, drop_versioned)
     } else {
         let managed = Managed { tensor, manager: ptr::null_mut(), deleter: Some(delete) };
-        let held = Box::into_raw(Box::new(Held {
+        let held = Box::into_raw(Box::new(HeldData {
             managed,
             _lengths: lengths,
             _strides: strides,
@@ -266,7 +266,7 @@ fn wrap<'py>(
 /// `manager` is of `Held<T>`, from `Box::into_raw`, and nobody uses it any more.
 unsafe fn give_back<T>(manager: *mut c_void) {
     // SAFETY: the caller promised that `manager` is a `Held<T>` from `Box::into_raw` which nobody uses any more.
-    let held: Box<Held<T>> = unsafe { Box::from_raw(manager.cast()) };
+    let held: Box<HeldData<T>> = unsafe { Box::from_raw(manager.cast()) };
     let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
 }
 

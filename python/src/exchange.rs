@@ -32,7 +32,7 @@ type CurrentStream = unsafe extern "C" fn(c_int, i32, *mut *mut c_void) -> c_int
 
 /// `DLPackExchangeAPI` of major version 1.
 #[repr(C)]
-struct Table {
+struct ExchangeTable {
     header: Header,
     allocator: *const c_void,
     managed_from_object: *const c_void,
@@ -65,7 +65,7 @@ impl TensorExchange {
             header = found.previous;
         }
         // SAFETY: the header of a table of version 1 is followed by the rest of it.
-        let table = unsafe { &*header.cast::<Table>() };
+        let table = unsafe { &*header.cast::<ExchangeTable>() };
         Some(Self { from_object: table.tensor_from_object?, current_stream: table.current_stream })
     }
 

@@ -7,34 +7,37 @@ use std::sync::Arc;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use symmpool_collectives::{CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Quantization};
+use symmpool_collectives::{
+    CombineAt, DType, DispatchAt, ExpertLayout, ExpertQuantization, ExpertShape,
+};
 
-use crate::arguments::{Argument, Calls};
+use crate::arguments::{Argument, CommunicatorCalls};
 use crate::block::Block;
 use crate::communicator::Communicator;
 use crate::convert::{self, long_name};
 use crate::errors::{OrRaise, invalid};
 use crate::fork_guarded::ForkGuarded;
-use crate::memory::Memory;
+use crate::memory::UnorderedBlock;
 use crate::name::Name;
 use crate::number::Number;
 use crate::reading::{Refusal, Tensor};
 use crate::{site, stream};
 
-type ExpertBuffer = symmpool_collectives::ExpertBuffer<Arc<symmpool_collectives::Communicator>>;
+type SharedExpertBuffer =
+    symmpool_collectives::ExpertBuffer<Arc<symmpool_collectives::Communicator>>;
 
 /// The memory and the calls behind `symmpool.experts.ExpertBuffer`, which documents them. Handles, and all that calls
 /// write to, are tensors of the caller's.
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct ExpertBufferCore {
-    buffer: ForkGuarded<ExpertBuffer>,
-    calls: Arc<Calls>,
-    memory: Arc<Memory>,
+    buffer: ForkGuarded<SharedExpertBuffer>,
+    calls: Arc<CommunicatorCalls>,
+    memory: Arc<UnorderedBlock>,
 }
 
 /// A tensor of two dimensions.
 #[derive(Clone, Copy)]
-struct Matrix {
+struct TokenMatrix {
     tensor: Tensor,
     rows: usize,
     columns: usize,
@@ -48,13 +51,13 @@ impl ExpertBufferCore {
         object: Argument<'_, '_>,
         columns: Option<usize>,
         write: bool,
-    ) -> Result<Matrix, Refusal> {
+    ) -> Result<TokenMatrix, Refusal> {
         let tensor = self.calls.read(name, object, write)?;
         let shape: Vec<usize> = object.getattr(intern!(object.py(), "shape"))?.extract()?;
         let expected = columns.map_or_else(|| "n".to_owned(), |columns| columns.to_string());
         match shape[..] {
             [rows, found] if columns.is_none_or(|columns| columns == found) => {
-                Ok(Matrix { tensor, rows, columns: found })
+                Ok(TokenMatrix { tensor, rows, columns: found })
             }
             _ => Err(Refusal::Invalid(format!(
                 "{name}: of shape {shape:?}, where [rows, {expected}] is needed"
@@ -69,7 +72,7 @@ impl ExpertBufferCore {
         object: Argument<'_, '_>,
         (tokens, columns): (usize, Option<usize>),
         dtypes: &[DType],
-    ) -> Result<Matrix, Refusal> {
+    ) -> Result<TokenMatrix, Refusal> {
         let found = self.matrix(name, object, columns, false)?;
         has_type(name, found.tensor.dtype, dtypes)?;
         if found.rows != tokens {
@@ -186,12 +189,12 @@ fn shape_of(
     Ok((shape, num_sms.map(|num_sms| num_sms.or_raise(py, "num_sms")).transpose()?))
 }
 
-fn quantization(name: Option<&str>) -> Result<Quantization, Refusal> {
+fn quantization(name: Option<&str>) -> Result<ExpertQuantization, Refusal> {
     match name {
-        None => Ok(Quantization::None),
-        Some("fp8") => Ok(Quantization::Fp8),
-        Some("fp8_pow2") => Ok(Quantization::Fp8PowerOfTwo),
-        Some("fp8_ue8m0") => Ok(Quantization::Fp8Ue8m0),
+        None => Ok(ExpertQuantization::None),
+        Some("fp8") => Ok(ExpertQuantization::Fp8),
+        Some("fp8_pow2") => Ok(ExpertQuantization::Fp8PowerOfTwo),
+        Some("fp8_ue8m0") => Ok(ExpertQuantization::Fp8Ue8m0),
         Some(other) => Err(Refusal::Invalid(format!(
             "quantize: {other:?} is none of None, \"fp8\", \"fp8_pow2\" and \"fp8_ue8m0\""
         ))),
@@ -227,10 +230,12 @@ impl ExpertBufferCore {
         let make = || {
             // SAFETY: this object keeps the block, and its memory is used by nobody else before the device has done
             // what calls gave it.
-            unsafe { ExpertBuffer::together(calls.core(), shape, num_sms, any_layout, &stream) }
+            unsafe {
+                SharedExpertBuffer::together(calls.core(), shape, num_sms, any_layout, &stream)
+            }
         };
         let (block, buffer) = site::detach(py, make).or_raise(py)?;
-        let memory = Memory::for_calls(block, calls.comm.pool(), calls.device, stream);
+        let memory = UnorderedBlock::for_calls(block, calls.comm.pool(), calls.device, stream);
         Ok(Self { buffer: ForkGuarded::new(buffer), calls, memory })
     }
 
@@ -252,8 +257,8 @@ impl ExpertBufferCore {
         let calls = &comm.get().calls;
         let made_for = (hidden, experts, top_k, max_tokens, dtype, capacity);
         let (shape, num_sms) = shape_of(py, made_for, num_sms)?;
-        ExpertBuffer::region_bytes(shape, calls.rank, calls.world).or_raise(py)?;
-        ExpertBuffer::check_sms(calls.rank, num_sms).or_raise(py)
+        SharedExpertBuffer::region_bytes(shape, calls.rank, calls.world).or_raise(py)?;
+        SharedExpertBuffer::check_sms(calls.rank, num_sms).or_raise(py)
     }
 
     /// The int32 elements of a handle, and where each part of it begins among them.
@@ -344,7 +349,7 @@ impl ExpertBufferCore {
         if world == 0 {
             return Err(invalid(py, "world: there is one rank or more".to_owned()));
         }
-        ExpertBuffer::region_bytes(shape, 0, world).or_raise(py)
+        SharedExpertBuffer::region_bytes(shape, 0, world).or_raise(py)
     }
 
     /// Has kernels of later calls take at most so many SMs, or what is best.
@@ -407,7 +412,7 @@ impl ExpertBufferCore {
             let given_bytes = given.map_or(0, |it| it.columns * it.tensor.dtype.size());
             let scale_bytes = shape.scale_bytes(quantize, given_bytes);
             let travels = match quantize {
-                Quantization::None => rows.tensor.dtype,
+                ExpertQuantization::None => rows.tensor.dtype,
                 _ => DType::F8E4m3,
             };
             let layout = match out {
@@ -417,8 +422,9 @@ impl ExpertBufferCore {
                     self.by_expert((out, out_scales), travels, scale_bytes, lie)?
                 }
             };
-            let at =
-                |matrix: Option<Matrix>| matrix.map_or(std::ptr::null(), |it| it.tensor.from());
+            let at = |matrix: Option<TokenMatrix>| {
+                matrix.map_or(std::ptr::null(), |it| it.tensor.from())
+            };
             let dispatch = DispatchAt {
                 input: rows.tensor.from(),
                 quantized: rows.tensor.dtype == DType::F8E4m3,
@@ -486,7 +492,7 @@ impl ExpertBufferCore {
             }
             let to = self.matrix("out", out, Some(shape.hidden), true)?;
             has_type("out", to.tensor.dtype, &[shape.dtype])?;
-            let bytes = |matrix: &Matrix| matrix.tensor.count * shape.dtype.size();
+            let bytes = |matrix: &TokenMatrix| matrix.tensor.count * shape.dtype.size();
             let (a, b) = (from.tensor.address, to.tensor.address);
             if a < b + bytes(&to) && b < a + bytes(&from) {
                 return Err(Refusal::Invalid("out: it overlaps expert_output".to_owned()));

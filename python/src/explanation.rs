@@ -7,7 +7,7 @@ use pyo3::types::{PyDict, PyTuple};
 use symmpool_collectives::ReduceOp::Sum as SUM;
 use symmpool_collectives::{Explanation, Request, StandardCollective};
 
-use crate::arguments::{Argument, Calls};
+use crate::arguments::{Argument, CommunicatorCalls};
 use crate::convert::{long_name, standard};
 use crate::errors::{OrRaise, invalid};
 use crate::name::Name;
@@ -35,7 +35,7 @@ pub(crate) struct Asked<'a, 'py> {
 /// nothing of it.
 pub(crate) fn explain<'py>(
     py: Python<'py>,
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     collective: &str,
     asked: Asked<'_, 'py>,
 ) -> PyResult<Bound<'py, PyAny>> {

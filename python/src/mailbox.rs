@@ -10,7 +10,7 @@ use pyo3::types::PyBytes;
 use symmpool_collectives as collectives;
 
 use crate::arguments::Argument;
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::errors::{OrRaise, exception, is_interrupted, seconds};
 use crate::number::Number;
 use crate::reading::Tensor;
@@ -21,11 +21,11 @@ use crate::tensor;
 pub(crate) struct Mailbox(collectives::Mailbox);
 
 /// A send or a receive that was begun.
-#[pyclass(name = "Operation", frozen, module = "symmpool._symmpool")]
+#[pyclass(frozen, module = "symmpool._symmpool")]
 pub(crate) struct PendingMessage(collectives::PendingMessage);
 
 fn read(tensor: Argument<'_, '_>, write: bool) -> PyResult<(Tensor, Box<dyn Any + Send + Sync>)> {
-    let found = tensor::read("tensor", tensor, Device::Cpu, write)
+    let found = tensor::read("tensor", tensor, MemoryDevice::Cpu, write)
         .map_err(|refusal| refusal.raise(tensor.py()))?;
     Ok((found, Box::new(tensor.clone().unbind())))
 }

@@ -3,7 +3,7 @@
 use pyo3::prelude::*;
 use symmpool_allocator::{Driver, Result, Stream};
 
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::errors::OrRaise;
 use crate::fork_guarded::ForkGuarded;
 use crate::stream;
@@ -13,7 +13,7 @@ use crate::stream;
 #[pyclass(frozen, module = "symmpool")]
 pub(crate) struct StreamPosition {
     event: ForkGuarded<OwnedEvent>,
-    device: Device,
+    device: MemoryDevice,
 }
 
 /// An event, given back when it is dropped.
@@ -38,7 +38,7 @@ impl Drop for OwnedEvent {
 }
 
 impl StreamPosition {
-    pub(crate) fn new(driver: &Driver, device: Device, stream: Stream) -> Result<Self> {
+    pub(crate) fn new(driver: &Driver, device: MemoryDevice, stream: Stream) -> Result<Self> {
         let event = driver.record_event(stream)?;
         let event = ForkGuarded::new(OwnedEvent { driver: driver.clone(), event: Some(event) });
         Ok(Self { event, device })
@@ -47,7 +47,7 @@ impl StreamPosition {
     /// Makes what `follower` gets from now on wait for what `stream` was given so far.
     pub(crate) fn follow(
         driver: &Driver,
-        device: Device,
+        device: MemoryDevice,
         (stream, follower): (Stream, Stream),
     ) -> Result<()> {
         Self::new(driver, device, stream)?.hold(follower)

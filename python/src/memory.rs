@@ -5,35 +5,35 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use symmpool_allocator::{Pool, Result, Stream};
 
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::fork_guarded::ForkGuarded;
 
 /// A block that is freed without order when its last holder is gone: holders are garbage of a
 /// language whose order of collection differs between ranks (rule D5).
-pub(crate) struct Memory {
+pub(crate) struct UnorderedBlock {
     /// `None` only while dropping.
     block: Option<ForkGuarded<symmpool_allocator::Block<u8>>>,
     /// Whether kernels of any stream may use the block still when its last holder is gone.
     outlived: bool,
     pub(crate) pool: ForkGuarded<Pool>,
-    pub(crate) device: Device,
+    pub(crate) device: MemoryDevice,
     pub(crate) stream: Stream,
     /// The first byte's.
     address: u64,
 }
 
 /// Memory of devices that is alive in this process, by where it begins, and where it ends.
-type Known = BTreeMap<u64, (u64, Weak<Memory>)>;
+type Known = BTreeMap<u64, (u64, Weak<UnorderedBlock>)>;
 
 fn known() -> MutexGuard<'static, Known> {
     static KNOWN: Mutex<Known> = Mutex::new(BTreeMap::new());
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Memory {
+impl UnorderedBlock {
     pub(crate) fn allocate(
         pool: &Pool,
-        device: Device,
+        device: MemoryDevice,
         bytes: usize,
         stream: Stream,
     ) -> Result<Arc<Self>> {
@@ -46,7 +46,7 @@ impl Memory {
     pub(crate) fn for_calls(
         block: symmpool_allocator::Block<u8>,
         pool: &Pool,
-        device: Device,
+        device: MemoryDevice,
         stream: Stream,
     ) -> Arc<Self> {
         Self::of_block(block, pool, device, stream, true)
@@ -55,14 +55,14 @@ impl Memory {
     fn of_block(
         block: symmpool_allocator::Block<u8>,
         pool: &Pool,
-        device: Device,
+        device: MemoryDevice,
         stream: Stream,
         outlived: bool,
     ) -> Arc<Self> {
         let (address, end) = (block.address(), block.address() + block.bytes().max(1));
         let (block, pool) = (Some(ForkGuarded::new(block)), ForkGuarded::new(pool.clone()));
         let memory = Arc::new(Self { block, outlived, pool, device, stream, address });
-        if device != Device::Cpu {
+        if device != MemoryDevice::Cpu {
             known().insert(address, (end, Arc::downgrade(&memory)));
         }
         memory
@@ -99,9 +99,9 @@ impl Memory {
     }
 }
 
-impl Drop for Memory {
+impl Drop for UnorderedBlock {
     fn drop(&mut self) {
-        if self.device != Device::Cpu {
+        if self.device != MemoryDevice::Cpu {
             known().remove(&self.address);
         }
         // An error means that the block is no longer the lane's; a destructor cannot raise it.

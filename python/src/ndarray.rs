@@ -10,7 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyCapsule, PyType};
 use symmpool_collectives::DType;
 
-use crate::convert::{Device, dtype_from_name};
+use crate::convert::{MemoryDevice, dtype_from_name};
 use crate::reading::{Refusal, Tensor, elsewhere, imported, not_contiguous, wrong_size};
 
 /// numpy's array type, if the program has imported numpy.
@@ -47,11 +47,11 @@ const WRITEABLE: c_int = 0x400;
 pub(crate) fn read(
     name: &'static str,
     array: &Bound<'_, PyAny>,
-    device: Device,
+    device: MemoryDevice,
     write: bool,
 ) -> Result<Tensor, Refusal> {
     let py = array.py();
-    if device != Device::Cpu {
+    if device != MemoryDevice::Cpu {
         return Err(elsewhere(name, "cpu", device));
     }
     let capsule = array.getattr(intern!(py, "__array_struct__"))?;

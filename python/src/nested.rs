@@ -7,9 +7,9 @@ use pyo3::prelude::*;
 use symmpool_allocator::Error;
 use symmpool_collectives::{Arrivals, CommunicatorOptions};
 
-use crate::arguments::{Calls, RankContext};
+use crate::arguments::{CommunicatorCalls, RankContext};
 use crate::communicator::Communicator;
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::errors::OrRaise;
 use crate::fork_guarded::ForkGuarded;
 use crate::group::group_of;
@@ -37,7 +37,7 @@ impl GroupOffer {
 /// Says to `ranks` of a communicator that this one makes a communicator of them.
 pub(crate) fn offer(
     py: Python<'_>,
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     ranks: &[u32],
     key: (u64, u64),
     timeout: Number<f64>,
@@ -90,11 +90,12 @@ impl GroupOffer {
         let offer = offer.or_raise(py)?;
         let of = group_of(py, Some(group), None)?;
         let (pool, comm) = site::detach(py, || offer.accept(&of)).or_raise(py)?;
-        let made = Bound::new(py, Pool::on(ForkGuarded::new(pool), Device::Cpu))?;
+        let made = Bound::new(py, Pool::on(ForkGuarded::new(pool), MemoryDevice::Cpu))?;
         let comm = ForkGuarded::new(Arc::new(comm));
         made.get().communicators.add(&comm);
-        let context = RankContext { device: Device::Cpu, rank: comm.rank(), world: comm.world() };
-        let calls = Arc::new(Calls { comm, context });
+        let context =
+            RankContext { device: MemoryDevice::Cpu, rank: comm.rank(), world: comm.world() };
+        let calls = Arc::new(CommunicatorCalls { comm, context });
         let comm = Communicator::on(calls, self.algorithm.clone(), true);
         Ok((made, comm))
     }

@@ -13,9 +13,9 @@ use crate::reading::Refusal;
 
 /// A number as an argument. Extracting one never fails: whoever knows the argument's name refuses what
 /// is none, and reports that to the other ranks where they wait.
-pub(crate) struct Number<T>(Result<T, Wrong>);
+pub(crate) struct Number<T>(Result<T, WrongNumber>);
 
-enum Wrong {
+enum WrongNumber {
     /// A number, as Python writes it, that the type does not have.
     Range(String),
     /// The text says why the object is no number of the expected kind.
@@ -45,14 +45,18 @@ impl<'a, 'py, T: FromPyObject<'a, 'py>> FromPyObject<'a, 'py> for Number<T> {
 }
 
 #[cold]
-fn wrong(object: Borrowed<'_, '_, PyAny>, error: &PyErr) -> Wrong {
+fn wrong(object: Borrowed<'_, '_, PyAny>, error: &PyErr) -> WrongNumber {
     let py = object.py();
     if error.is_instance_of::<PyOverflowError>(py) {
         // Python does not write numbers of thousands of digits.
         let text = object.str().map_or_else(|_| String::new(), |text| text.to_string());
-        Wrong::Range(if (1..40).contains(&text.len()) { text } else { "a huge number".into() })
+        WrongNumber::Range(if (1..40).contains(&text.len()) {
+            text
+        } else {
+            "a huge number".into()
+        })
     } else {
-        Wrong::Kind(error.value(py).to_string())
+        WrongNumber::Kind(error.value(py).to_string())
     }
 }
 
@@ -78,10 +82,12 @@ impl<T: Whole> Number<T> {
     #[inline]
     pub(crate) fn or_refuse(self, name: &str) -> Result<T, Refusal> {
         self.0.map_err(|wrong| match wrong {
-            Wrong::Range(text) => {
+            WrongNumber::Range(text) => {
                 Refusal::Invalid(format!("{name}: {text} is no number from 0 to {}", T::MAX_VALUE))
             }
-            Wrong::Kind(why) => Refusal::Raised(PyTypeError::new_err(format!("{name}: {why}"))),
+            WrongNumber::Kind(why) => {
+                Refusal::Raised(PyTypeError::new_err(format!("{name}: {why}")))
+            }
         })
     }
 
@@ -96,8 +102,10 @@ impl Number<f64> {
     pub(crate) fn seconds(self, py: Python<'_>, name: &str) -> PyResult<Duration> {
         match self.0 {
             Ok(value) => seconds(py, name, value),
-            Err(Wrong::Range(text)) => Err(invalid(py, format!("{name}={text}: too long a time"))),
-            Err(Wrong::Kind(why)) => Err(PyTypeError::new_err(format!("{name}: {why}"))),
+            Err(WrongNumber::Range(text)) => {
+                Err(invalid(py, format!("{name}={text}: too long a time")))
+            }
+            Err(WrongNumber::Kind(why)) => Err(PyTypeError::new_err(format!("{name}: {why}"))),
         }
     }
 }
@@ -115,7 +123,7 @@ impl<'a, 'py> FromPyObject<'a, 'py> for Address {
         if array || object.hasattr(intern!(py, "data_ptr"))? {
             let kind = object.get_type();
             let why = format!("a number is needed, not {kind}; a tensor's data_ptr() is one");
-            return Ok(Self(Number(Err(Wrong::Kind(why)))));
+            return Ok(Self(Number(Err(WrongNumber::Kind(why)))));
         }
         Ok(Self(object.extract()?))
     }

@@ -4,7 +4,7 @@
 
 use pyo3::prelude::*;
 
-use crate::arguments::{Argument, Calls};
+use crate::arguments::{Argument, CommunicatorCalls};
 use crate::convert::long_name;
 use crate::errors::invalid;
 use crate::number::Number;
@@ -27,7 +27,7 @@ fn is_other(py: Python<'_>, engine: &str, other: &str) -> PyResult<bool> {
 
 /// `put` or `get`: between a tensor of this rank and what `peer` has at the address of the other one.
 pub(crate) fn copy(
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     py: Python<'_>,
     way: Way,
     (dst, src): (Argument<'_, '_>, Argument<'_, '_>),
@@ -77,7 +77,7 @@ pub(crate) fn copy(
 
 /// `signal`, or `wait` if there is a timeout.
 pub(crate) fn signal_or_wait(
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     py: Python<'_>,
     (peer, channel): (Number<u32>, Number<u32>),
     timeout: Option<Number<f64>>,

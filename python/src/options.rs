@@ -7,8 +7,8 @@ use pyo3::types::PyDict;
 use symmpool_allocator::short;
 use symmpool_collectives::{Communicator, CommunicatorOptions, Outers, StandardCollective};
 
-use crate::arguments::{Calls, RankContext};
-use crate::convert::{self, Device, standard};
+use crate::arguments::{CommunicatorCalls, RankContext};
+use crate::convert::{self, MemoryDevice, standard};
 use crate::errors::{OrRaise, invalid, reason};
 use crate::fork_guarded::ForkGuarded;
 use crate::number::Number;
@@ -30,7 +30,7 @@ pub(crate) struct Sizes {
 /// Options as Python gives them.
 pub(crate) fn read(
     py: Python<'_>,
-    device: Device,
+    device: MemoryDevice,
     timeout: Number<f64>,
     algorithm: &str,
     all_to_all: &str,
@@ -75,8 +75,8 @@ pub(crate) fn read(
         options.algorithms.insert(collective, text(&name)?);
     }
     match (device, bytes) {
-        (Device::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
-        (Device::Cuda(_), Some(bytes)) => options.device_scratch_bytes = Some(bytes),
+        (MemoryDevice::Cpu, Some(bytes)) => options.scratch_bytes = bytes,
+        (MemoryDevice::Cuda(_), Some(bytes)) => options.device_scratch_bytes = Some(bytes),
         (_, None) => {}
     }
     Ok(options)
@@ -88,7 +88,7 @@ pub(crate) fn open(
     py: Python<'_>,
     (object, pool): (&Bound<'_, Pool>, &Pool),
     options: PyResult<CommunicatorOptions>,
-) -> PyResult<(Arc<Calls>, String)> {
+) -> PyResult<(Arc<CommunicatorCalls>, String)> {
     let on = &*pool.pool;
     let ready = if on.hosts().count() == 1 {
         options.map(|options| (options, None))
@@ -107,7 +107,7 @@ pub(crate) fn open(
     let comm = ForkGuarded::new(Arc::new(site::detach(py, make).or_raise(py)?));
     pool.communicators.add(&comm);
     let context = RankContext { device: pool.device, rank: comm.rank(), world: comm.world() };
-    Ok((Arc::new(Calls { comm, context }), algorithm))
+    Ok((Arc::new(CommunicatorCalls { comm, context }), algorithm))
 }
 
 /// The options with the outer engines. Ranks whose options were refused come to this too, and tell the others why.

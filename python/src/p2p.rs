@@ -5,7 +5,7 @@
 use pyo3::prelude::*;
 use symmpool_allocator::Stream;
 
-use crate::arguments::{Argument, Calls};
+use crate::arguments::{Argument, CommunicatorCalls};
 use crate::communicator::Communicator;
 use crate::errors::{OrRaise, raised};
 use crate::number::Number;
@@ -23,7 +23,7 @@ pub(crate) fn waiting_senders(
 
 /// `recv` if `receives`, else `send`.
 pub(crate) fn send_or_recv(
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     py: Python<'_>,
     receives: bool,
     tensor: Argument<'_, '_>,
@@ -53,7 +53,7 @@ pub(crate) fn send_or_recv(
 /// Reports to the peer that this rank refuses a message, which it sends or `receives`. The exception to raise.
 #[cold]
 fn decline(
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     py: Python<'_>,
     (receives, peer): (bool, u32),
     stream: Stream,
@@ -74,7 +74,7 @@ fn decline(
 /// Refuses a message for a reason of the caller's.
 #[cold]
 pub(crate) fn decline_message(
-    calls: &Calls,
+    calls: &CommunicatorCalls,
     py: Python<'_>,
     end: (bool, u32),
     why: String,

@@ -13,13 +13,13 @@ use symmpool_allocator::lane::{LaneConfig, WindowPolicy};
 use symmpool_collectives::DType;
 
 use crate::block::Block;
-use crate::convert::{self, Device};
+use crate::convert::{self, MemoryDevice};
 use crate::device::{await_reports, decline, driver, meet};
 use crate::dlpack::{self, Description};
 use crate::errors::{OrRaise, invalid};
 use crate::fork_guarded::ForkGuarded;
 use crate::group::group_of;
-use crate::memory::Memory;
+use crate::memory::UnorderedBlock;
 use crate::number::{Address, Number};
 use crate::{record_stream, site, statistics, stream, tensor, torch};
 
@@ -49,7 +49,7 @@ use crate::{record_stream, site, statistics, stream, tensor, torch};
 #[pyclass(frozen, weakref, module = "symmpool")]
 pub(crate) struct Pool {
     pub(crate) pool: ForkGuarded<symmpool_allocator::Pool>,
-    pub(crate) device: Device,
+    pub(crate) device: MemoryDevice,
     /// The communicators that were made on it, for statistics.
     pub(crate) communicators: statistics::Communicators,
     /// The `symmpool.memory.scope.Scope`, once there was a `with`. It holds nothing of this object.
@@ -58,7 +58,7 @@ pub(crate) struct Pool {
 
 impl Pool {
     /// The object for a pool that was made.
-    pub(crate) fn on(pool: ForkGuarded<symmpool_allocator::Pool>, device: Device) -> Self {
+    pub(crate) fn on(pool: ForkGuarded<symmpool_allocator::Pool>, device: MemoryDevice) -> Self {
         let communicators = statistics::Communicators::default();
         Self { pool, device, communicators, scope: PyOnceLock::new() }
     }
@@ -168,7 +168,7 @@ impl Pool {
         let bytes = bytes.ok_or_else(|| {
             invalid(py, format!("shape: {shape:?} of {} is too large", convert::long_name(dtype)))
         })?;
-        let allocate = || Memory::allocate(&this.pool, this.device, bytes as usize, stream);
+        let allocate = || UnorderedBlock::allocate(&this.pool, this.device, bytes as usize, stream);
         let memory = site::detach(py, allocate).or_raise(py)?;
         Bound::new(py, Block::new(memory, shape, dtype))
     }

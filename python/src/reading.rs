@@ -5,7 +5,7 @@ use pyo3::prelude::*;
 use symmpool_allocator::Error;
 use symmpool_collectives::DType;
 
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::errors::exception;
 
 /// A contiguous tensor: `count` elements from `address` on.
@@ -64,7 +64,7 @@ impl From<PyErr> for Refusal {
 }
 
 #[cold]
-pub(crate) fn elsewhere(name: &str, found: &str, device: Device) -> Refusal {
+pub(crate) fn elsewhere(name: &str, found: &str, device: MemoryDevice) -> Refusal {
     Refusal::Invalid(format!("{name}: on {found}, but the pool is on {}", device.name()))
 }
 

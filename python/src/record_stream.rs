@@ -6,9 +6,9 @@ use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
 use crate::block::Block;
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::errors::OrRaise;
-use crate::memory::Memory;
+use crate::memory::UnorderedBlock;
 use crate::stream;
 
 /// Has the memory of a tensor, or of a Block, not be reused before `stream` has done what it is given until then. Memory of
@@ -19,7 +19,7 @@ pub(crate) fn record_stream(tensor: &Bound<'_, PyAny>, stream: &Bound<'_, PyAny>
     if let Ok(block) = tensor.cast::<Block>() {
         let block = block.get();
         let on = stream::resolve(py, block.device_of(), Some(stream))?;
-        return match Memory::around(block.address() as u64) {
+        return match UnorderedBlock::around(block.address() as u64) {
             Some(memory) => py.detach(|| memory.record_use(on)).or_raise(py),
             None => Ok(()),
         };
@@ -27,11 +27,11 @@ pub(crate) fn record_stream(tensor: &Bound<'_, PyAny>, stream: &Bound<'_, PyAny>
     let missing = "tensor: a torch.Tensor or a Block is needed";
     match tensor.getattr_opt(intern!(py, "is_cuda"))? {
         Some(is_cuda) if !is_cuda.extract::<bool>()? => {
-            return stream::resolve(py, Device::Cpu, Some(stream)).map(drop);
+            return stream::resolve(py, MemoryDevice::Cpu, Some(stream)).map(drop);
         }
         Some(_) => {
             let address = tensor.call_method0(intern!(py, "data_ptr"))?.extract::<u64>()?;
-            if let Some(memory) = Memory::around(address) {
+            if let Some(memory) = UnorderedBlock::around(address) {
                 let on = stream::resolve(py, memory.device, Some(stream))?;
                 return py.detach(|| memory.record_use(on)).or_raise(py);
             }

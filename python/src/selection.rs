@@ -11,17 +11,17 @@ use symmpool_allocator::topology::TopologyKind;
 use symmpool_allocator::{Error, short};
 use symmpool_collectives::{CallShape, ReduceOp, Selector, StandardCollective};
 
-use crate::arguments::Calls;
+use crate::arguments::CommunicatorCalls;
 use crate::convert::{long_name, standard, window_names};
 use crate::errors::{OrRaise, from_within, invalid};
 
 /// The selectors of a communicator, as Python's garbage collector must know them: functions often refer to the
 /// communicator for which they choose, and neither would ever be freed.
 #[derive(Default)]
-pub(crate) struct Selectors(Mutex<Vec<(StandardCollective, Arc<Function>)>>);
+pub(crate) struct Selectors(Mutex<Vec<(StandardCollective, Arc<ChoosingFunction>)>>);
 
 impl Selectors {
-    fn lock(&self) -> MutexGuard<'_, Vec<(StandardCollective, Arc<Function>)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<(StandardCollective, Arc<ChoosingFunction>)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -29,7 +29,7 @@ impl Selectors {
     pub(crate) fn select(
         &self,
         py: Python<'_>,
-        calls: &Calls,
+        calls: &CommunicatorCalls,
         collective: &str,
         function: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
@@ -56,7 +56,7 @@ impl Selectors {
     }
 
     /// Lets go of all functions.
-    pub(crate) fn clear(&self, calls: &Calls) {
+    pub(crate) fn clear(&self, calls: &CommunicatorCalls) {
         // In a forked child the communicator stays as it is.
         if calls.comm.check("a communicator").is_err() {
             return;
@@ -69,13 +69,16 @@ impl Selectors {
 }
 
 /// Loads a table of algorithms.
-pub(crate) fn load_tables(py: Python<'_>, calls: &Calls, path: &Path) -> PyResult<()> {
+pub(crate) fn load_tables(py: Python<'_>, calls: &CommunicatorCalls, path: &Path) -> PyResult<()> {
     calls.comm.check("a communicator").or_raise(py)?;
     py.detach(|| calls.comm.load_tables(path)).or_raise(py)
 }
 
 /// A selector that is a function; None is none.
-fn selector(py: Python<'_>, function: &Bound<'_, PyAny>) -> PyResult<Option<Arc<Function>>> {
+fn selector(
+    py: Python<'_>,
+    function: &Bound<'_, PyAny>,
+) -> PyResult<Option<Arc<ChoosingFunction>>> {
     if function.is_none() {
         return Ok(None);
     }
@@ -83,13 +86,13 @@ fn selector(py: Python<'_>, function: &Bound<'_, PyAny>) -> PyResult<Option<Arc<
         let kind = function.get_type().name()?;
         return Err(invalid(py, format!("selector: a {kind} cannot be called")));
     }
-    Ok(Some(Arc::new(Function(function.clone().unbind()))))
+    Ok(Some(Arc::new(ChoosingFunction(function.clone().unbind()))))
 }
 
 /// A function that chooses.
-pub(crate) struct Function(Py<PyAny>);
+pub(crate) struct ChoosingFunction(Py<PyAny>);
 
-impl Function {
+impl ChoosingFunction {
     fn call(&self, py: Python<'_>, call: &CallShape) -> PyResult<Option<String>> {
         let topology = match call.topology {
             TopologyKind::FullyConnected { .. } => "fully_connected",
@@ -113,7 +116,7 @@ impl Function {
     }
 }
 
-impl Selector for Function {
+impl Selector for ChoosingFunction {
     fn select(&self, call: &CallShape) -> symmpool_allocator::Result<Option<String>> {
         Python::attach(|py| self.call(py, call).map_err(|error| from_within(py, error)))
     }

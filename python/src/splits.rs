@@ -8,7 +8,7 @@ use symmpool_collectives::ReduceOp::Sum as SUM;
 use symmpool_collectives::StandardCollective::AllToAll;
 use symmpool_collectives::{SplitRows, SplitsAt};
 
-use crate::arguments::{Argument, Calls, RankContext, rows_of};
+use crate::arguments::{Argument, CommunicatorCalls, RankContext, rows_of};
 use crate::name::Name;
 use crate::reading::{Refusal, Tensor};
 
@@ -32,25 +32,25 @@ pub(crate) struct RowsBySplits {
     output: Tensor,
     input: Tensor,
     rows: SplitRows,
-    splits: Splits,
+    splits: ExchangedSplits,
 }
 
 /// Addresses of numbers of rows, one for every rank.
-pub(crate) struct Splits(SplitsAt);
+pub(crate) struct ExchangedSplits(SplitsAt);
 
 // SAFETY: the addresses are only handed on to a call, whose contract says who may touch what they
 // point to; no thread is part of it.
-unsafe impl Send for Splits {}
+unsafe impl Send for ExchangedSplits {}
 // SAFETY: a reference allows no more than a copy of the addresses, which are only handed on to a call.
-unsafe impl Sync for Splits {}
+unsafe impl Sync for ExchangedSplits {}
 
-impl Splits {
+impl ExchangedSplits {
     fn at(&self) -> &SplitsAt {
         &self.0
     }
 }
 
-impl Calls {
+impl CommunicatorCalls {
     /// `Communicator.all_to_all_single`, with split sizes of output and input.
     pub(crate) fn all_to_all_single(
         &self,
@@ -207,7 +207,7 @@ impl RankContext {
             self.fits(name, found.count, Some(world), "one for every rank")?;
             Ok::<_, Refusal>(found.to())
         };
-        let splits = Splits(SplitsAt {
+        let splits = ExchangedSplits(SplitsAt {
             input: counts.from(),
             output: written("output_splits", output_splits)?,
             offsets: written("output_offsets", output_offsets)?,

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyInt;
 use symmpool_allocator::{Stream, short};
 
-use crate::convert::Device;
+use crate::convert::MemoryDevice;
 use crate::torch::torch;
 
 /// The stream of a call: a raw handle, an object with one (`torch.cuda.Stream`), or torch's current
@@ -16,10 +16,10 @@ use crate::torch::torch;
 #[inline]
 pub(crate) fn resolve(
     py: Python<'_>,
-    device: Device,
+    device: MemoryDevice,
     stream: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Stream> {
-    let Device::Cuda(ordinal) = device else {
+    let MemoryDevice::Cuda(ordinal) = device else {
         return stream.map_or(Ok(()), is_stream).map(|()| Stream::DEFAULT);
     };
     let raw = match stream {

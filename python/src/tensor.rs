@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use symmpool_collectives::DType;
 
 use crate::block::Block;
-use crate::convert::{Device, reduced_names};
+use crate::convert::{MemoryDevice, reduced_names};
 use crate::dlpack;
 use crate::exchange::TensorExchange;
 use crate::ndarray;
@@ -31,7 +31,7 @@ const USUAL_MEMORY: usize = 1 << 40;
 pub(crate) fn read(
     name: &'static str,
     object: &Bound<'_, PyAny>,
-    device: Device,
+    device: MemoryDevice,
     write: bool,
 ) -> Result<Tensor, Refusal> {
     let py = object.py();
@@ -68,13 +68,13 @@ pub(crate) fn read(
 fn of_exchange(
     object: &Bound<'_, PyAny>,
     exchange: &TensorExchange,
-    device: Device,
+    device: MemoryDevice,
 ) -> Option<Tensor> {
     let found = exchange.read(object)?;
     let here = match device {
         // The other is host memory that CUDA has pinned.
-        Device::Cpu => matches!(found.device.kind, 1 | 3),
-        Device::Cuda(ordinal) => found.device.kind == 2 && found.device.id == ordinal as i32,
+        MemoryDevice::Cpu => matches!(found.device.kind, 1 | 3),
+        MemoryDevice::Cuda(ordinal) => found.device.kind == 2 && found.device.id == ordinal as i32,
     };
     // SAFETY: torch gave these pointers just now, and the tensor is held by the caller.
     let count = unsafe { found.contiguous_count() }?;
@@ -117,13 +117,13 @@ fn of_torch(
     name: &'static str,
     tensor: &Bound<'_, PyAny>,
     torch: &Torch,
-    device: Device,
+    device: MemoryDevice,
 ) -> Result<Tensor, Refusal> {
     let py = tensor.py();
     let here = match device {
-        Device::Cpu => tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?,
+        MemoryDevice::Cpu => tensor.getattr(intern!(py, "is_cpu"))?.is_truthy()?,
         // -1 for a tensor of the CPU.
-        Device::Cuda(ordinal) => {
+        MemoryDevice::Cuda(ordinal) => {
             tensor.call_method0(intern!(py, "get_device"))?.extract::<i64>()? == i64::from(ordinal)
         }
     };
@@ -278,7 +278,7 @@ fn nameless(
     DType::of_bytes(size).ok_or_else(|| wrong_size(name, &found.to_string_lossy(), size))
 }
 
-fn of_block(name: &'static str, block: &Block, device: Device) -> Result<Tensor, Refusal> {
+fn of_block(name: &'static str, block: &Block, device: MemoryDevice) -> Result<Tensor, Refusal> {
     if block.device_of() != device {
         return Err(elsewhere(name, &block.device_of().name(), device));
     }

@@ -7,7 +7,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyTuple, PyType};
 use symmpool_collectives::DType;
 
-use crate::convert::{self, Device, long_name};
+use crate::convert::{self, MemoryDevice, long_name};
 use crate::exchange::TensorExchange;
 use crate::reading::imported;
 
@@ -110,5 +110,5 @@ pub(crate) fn current_device(py: Python<'_>, name: Option<String>) -> PyResult<O
     if !cuda.call_method0("is_initialized")?.is_truthy()? {
         return Ok(name);
     }
-    Ok(Some(Device::Cuda(cuda.call_method0("current_device")?.extract()?).name()))
+    Ok(Some(MemoryDevice::Cuda(cuda.call_method0("current_device")?.extract()?).name()))
 }

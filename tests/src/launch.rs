@@ -96,7 +96,7 @@ impl Drop for Rank {
     }
 }
 
-enum Message {
+enum LaunchMessage {
     Value(String, String),
     Ended,
 }
@@ -145,7 +145,7 @@ impl Job {
         reports
     }
 
-    fn start(&self, rank: u32, sender: Sender<(u32, Message)>) -> Rank {
+    fn start(&self, rank: u32, sender: Sender<(u32, LaunchMessage)>) -> Rank {
         let mut command = Command::new(std::env::current_exe().expect("the test's program"));
         command
             .args([self.entry, "--exact", "--nocapture", "--test-threads=1"])
@@ -167,9 +167,9 @@ impl Job {
             let lines = BufReader::new(stdout).lines().map_while(Result::ok);
             let values = lines.filter_map(|line| {
                 let (key, value) = line.split_once(MARK)?.1.split_once(' ')?;
-                Some(Message::Value(key.to_owned(), value.replace("\\n", "\n")))
+                Some(LaunchMessage::Value(key.to_owned(), value.replace("\\n", "\n")))
             });
-            for message in values.chain([Message::Ended]) {
+            for message in values.chain([LaunchMessage::Ended]) {
                 // The test may have stopped listening.
                 let _ = sender.send((rank, message));
             }
@@ -180,7 +180,7 @@ impl Job {
     /// Collects values until all ranks but the silent ones have ended. Returns those that did not end in time.
     fn collect(
         &self,
-        messages: &Receiver<(u32, Message)>,
+        messages: &Receiver<(u32, LaunchMessage)>,
         ranks: &mut [Rank],
         values: &mut [BTreeMap<String, String>],
     ) -> Vec<u32> {
@@ -189,13 +189,13 @@ impl Job {
             (0..self.world).filter(|rank| !self.silent.contains(rank)).collect();
         while !running.is_empty() {
             match messages.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok((rank, Message::Value(key, value))) => {
+                Ok((rank, LaunchMessage::Value(key, value))) => {
                     if key == "address" {
                         announce(ranks, &value);
                     }
                     values[rank as usize].insert(key, value);
                 }
-                Ok((rank, Message::Ended)) => running.retain(|&other| other != rank),
+                Ok((rank, LaunchMessage::Ended)) => running.retain(|&other| other != rank),
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
             }
         }

@@ -85,14 +85,14 @@ impl Ranges for BTreeMap<u64, u64> {
 }
 
 #[derive(Debug)]
-struct Region<R> {
+struct MappedRegion<R> {
     bytes: u64,
     mapped: R,
     /// Offset and length of ranges that a thread is mapping or unmapping at the moment.
     changing: Vec<(u64, u64)>,
 }
 
-impl<R: Ranges> Region<R> {
+impl<R: Ranges> MappedRegion<R> {
     /// Offset and length of a range, mapped or changing, that has a byte in `[offset, end)`.
     fn overlapping(&self, offset: u64, end: u64) -> Option<(u64, u64)> {
         let changing = || {
@@ -104,7 +104,7 @@ impl<R: Ranges> Region<R> {
 }
 
 /// Regions by their first address.
-type Regions<R> = BTreeMap<u64, Region<R>>;
+type Regions<R> = BTreeMap<u64, MappedRegion<R>>;
 
 /// The reservations of one driver and what is mapped in each.
 #[derive(Debug)]
@@ -130,7 +130,7 @@ impl<R: Ranges> Mappings<R> {
     /// Records a new reservation.
     pub(super) fn reserve(&self, base: u64, bytes: u64) -> Reservation {
         let (mapped, changing) = (R::default(), Vec::new());
-        lock_leaf(&self.regions).insert(base, Region { bytes, mapped, changing });
+        lock_leaf(&self.regions).insert(base, MappedRegion { bytes, mapped, changing });
         // SAFETY: the caller has just reserved the range, and it is recorded here once.
         unsafe { Reservation::new(base, bytes) }
     }
@@ -273,7 +273,7 @@ impl<R: Ranges> Mappings<R> {
 fn region<'a, R>(
     regions: &'a mut MutexGuard<'_, Regions<R>>,
     reservation: &Reservation,
-) -> Result<&'a mut Region<R>> {
+) -> Result<&'a mut MappedRegion<R>> {
     regions
         .get_mut(&reservation.base())
         .filter(|region| region.bytes == reservation.bytes())

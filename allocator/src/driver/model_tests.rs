@@ -7,7 +7,7 @@ use super::{Driver, Physical, Reservation, SimDriver};
 const UNITS: u64 = 24;
 
 #[derive(Clone, Debug)]
-enum Op {
+enum DriverOp {
     Create(u64),
     Share(usize),
     Release(usize),
@@ -25,24 +25,24 @@ enum Op {
     UnmapMapped(usize),
 }
 
-fn op() -> impl Strategy<Value = Op> {
+fn op() -> impl Strategy<Value = DriverOp> {
     let any_index = 0usize..64;
     prop_oneof![
-        2 => (0u64..4).prop_map(Op::Create),
-        1 => any_index.clone().prop_map(Op::Share),
-        1 => any_index.clone().prop_map(Op::Release),
+        2 => (0u64..4).prop_map(DriverOp::Create),
+        1 => any_index.clone().prop_map(DriverOp::Share),
+        1 => any_index.clone().prop_map(DriverOp::Release),
         5 => (any_index.clone(), 0..UNITS + 2, prop::bool::weighted(0.05))
-            .prop_map(|(physical, offset, odd)| Op::Map { physical, offset, odd }),
+            .prop_map(|(physical, offset, odd)| DriverOp::Map { physical, offset, odd }),
         2 => (0..UNITS + 2, 0u64..4, prop::bool::weighted(0.05))
-            .prop_map(|(offset, units, odd)| Op::Unmap { offset, units, odd }),
-        2 => any_index.prop_map(Op::UnmapMapped),
+            .prop_map(|(offset, units, odd)| DriverOp::Unmap { offset, units, odd }),
+        2 => any_index.prop_map(DriverOp::UnmapMapped),
     ]
 }
 
 /// Which unit of the reservation belongs to which mapping: `(first unit, units)`.
 type Model = Vec<Option<(u64, u64)>>;
 
-fn check(driver: &Driver, ops: Vec<Op>) -> Result<(), TestCaseError> {
+fn check(driver: &Driver, ops: Vec<DriverOp>) -> Result<(), TestCaseError> {
     let unit = driver.granularity();
     let range: Reservation = driver.reserve(UNITS * unit, unit).unwrap();
     let mut model: Model = vec![None; UNITS as usize];
@@ -50,25 +50,25 @@ fn check(driver: &Driver, ops: Vec<Op>) -> Result<(), TestCaseError> {
     for op in ops {
         let pick = |index: usize, len: usize| (len > 0).then(|| index % len.max(1));
         match op {
-            Op::Create(units) => match driver.create(units * unit) {
+            DriverOp::Create(units) => match driver.create(units * unit) {
                 Ok(physical) => {
                     prop_assert!(units > 0);
                     physicals.push(physical);
                 }
                 Err(error) => prop_assert!(units == 0 && error.is_invalid_argument(), "{}", error),
             },
-            Op::Share(index) => {
+            DriverOp::Share(index) => {
                 if let Some(i) = pick(index, physicals.len()) {
                     let exported = driver.export(&physicals[i]).unwrap();
                     physicals.push(driver.import(exported, physicals[i].bytes()).unwrap());
                 }
             }
-            Op::Release(index) => {
+            DriverOp::Release(index) => {
                 if let Some(i) = pick(index, physicals.len()) {
                     driver.release(physicals.swap_remove(i)).unwrap();
                 }
             }
-            Op::Map { physical, offset, odd } => {
+            DriverOp::Map { physical, offset, odd } => {
                 let Some(i) = pick(physical, physicals.len()) else { continue };
                 let units = physicals[i].bytes() / unit;
                 let fits = offset + units <= UNITS;
@@ -80,10 +80,10 @@ fn check(driver: &Driver, ops: Vec<Op>) -> Result<(), TestCaseError> {
                     model[offset as usize..(offset + units) as usize].fill(Some((offset, units)));
                 }
             }
-            Op::Unmap { offset, units, odd } => {
+            DriverOp::Unmap { offset, units, odd } => {
                 unmap(driver, &range, &mut model, (offset, units), odd)?;
             }
-            Op::UnmapMapped(index) => {
+            DriverOp::UnmapMapped(index) => {
                 let mapped: Vec<_> = model.iter().flatten().copied().collect();
                 if let Some(i) = pick(index, mapped.len()) {
                     unmap(driver, &range, &mut model, mapped[i], false)?;

@@ -16,17 +16,17 @@ use crate::{Deadline, Error, Result};
 /// A host is where processes can hand each other file descriptors: one kernel, one network namespace and one user, and
 /// one `SYMMPOOL_HOST_ID` where that is set. [`Group::hosts`] finds them. Cloning is cheap.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Hosts(Arc<Table>);
+pub struct Hosts(Arc<HostTable>);
 
 #[derive(PartialEq, Eq)]
-struct Table {
+struct HostTable {
     /// The host of each rank.
     of: Vec<u32>,
-    hosts: Vec<Host>,
+    hosts: Vec<HostEntry>,
 }
 
 #[derive(PartialEq, Eq)]
-struct Host {
+struct HostEntry {
     name: String,
     ranks: Vec<u32>,
 }
@@ -35,11 +35,11 @@ impl Hosts {
     /// Groups ranks by key. `ranks` has the key of each rank and its host's name, in rank order; a host has the name that
     /// its lowest rank has for it. Hosts that would have equal names are told apart by their numbers.
     pub(crate) fn new<K: Ord>(ranks: impl IntoIterator<Item = (K, String)>) -> Self {
-        let (mut of, mut hosts) = (Vec::new(), Vec::<Host>::new());
+        let (mut of, mut hosts) = (Vec::new(), Vec::<HostEntry>::new());
         let mut numbers = BTreeMap::new();
         for (rank, (key, name)) in (0..).zip(ranks) {
             let number: u32 = *numbers.entry(key).or_insert_with(|| {
-                hosts.push(Host { name, ranks: Vec::new() });
+                hosts.push(HostEntry { name, ranks: Vec::new() });
                 hosts.len() as u32 - 1
             });
             hosts[number as usize].ranks.push(rank);
@@ -53,7 +53,7 @@ impl Hosts {
         {
             host.name = format!("{} (number {number})", host.name);
         }
-        Self(Arc::new(Table { of, hosts }))
+        Self(Arc::new(HostTable { of, hosts }))
     }
 
     /// One host of `world` ranks.
@@ -139,7 +139,7 @@ impl Hosts {
         self.0.hosts.iter().map(|host| &*host.ranks)
     }
 
-    fn host(&self, host: u32) -> &Host {
+    fn host(&self, host: u32) -> &HostEntry {
         match self.0.hosts.get(host as usize) {
             Some(host) => host,
             None => panic!("host {host} of {}; hosts count from 0", self.count()),
@@ -150,7 +150,7 @@ impl Hosts {
 /// All hosts with their ranks: `host node7: ranks 0-3; host node8: ranks 4-7`.
 impl fmt::Display for Hosts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (number, Host { name, ranks }) in self.0.hosts.iter().enumerate() {
+        for (number, HostEntry { name, ranks }) in self.0.hosts.iter().enumerate() {
             let begin = if number == 0 { "" } else { "; " };
             let plural = if ranks.len() == 1 { "" } else { "s" };
             write!(f, "{begin}host {name}: rank{plural} {}", list(ranks))?;

@@ -20,7 +20,7 @@ use std::collections::{BTreeMap, VecDeque};
 #[derive(Clone, Debug, Default)]
 pub(super) struct DeferredFrees {
     /// Entries by the counter of their allocation.
-    blocks: BTreeMap<u64, Entry>,
+    blocks: BTreeMap<u64, DeferredFree>,
     /// Counters of the blocks that no successful commit has reported, in the order in which they were
     /// freed.
     unreported: VecDeque<u64>,
@@ -29,7 +29,7 @@ pub(super) struct DeferredFrees {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct DeferredFree {
     /// In the block table.
     id: u32,
     reported: bool,
@@ -38,7 +38,7 @@ struct Entry {
 impl DeferredFrees {
     /// Adds a block that this rank has freed.
     pub(super) fn insert(&mut self, counter: u64, id: u32) {
-        self.blocks.insert(counter, Entry { id, reported: false });
+        self.blocks.insert(counter, DeferredFree { id, reported: false });
         self.unreported.push_back(counter);
     }
 
@@ -49,7 +49,7 @@ impl DeferredFrees {
 
     /// Removes a block; returns its id.
     pub(super) fn remove(&mut self, counter: u64) -> Option<u32> {
-        let Entry { id, reported } = self.blocks.remove(&counter)?;
+        let DeferredFree { id, reported } = self.blocks.remove(&counter)?;
         if !reported {
             self.unreported.retain(|other| *other != counter);
         }
@@ -115,13 +115,13 @@ mod tests {
     type Frees = Vec<usize>;
 
     /// The obvious implementation: what each rank has freed, and what it has reported.
-    struct Naive {
+    struct NaiveFrees {
         freed: Vec<Vec<u64>>,
         reported: Vec<BTreeSet<u64>>,
         back: BTreeSet<u64>,
     }
 
-    impl Naive {
+    impl NaiveFrees {
         fn commit(&mut self, most: usize) -> Vec<u64> {
             for (freed, reported) in self.freed.iter().zip(&mut self.reported) {
                 let new: Vec<u64> =
@@ -137,14 +137,14 @@ mod tests {
 
     struct Ranks {
         deferred: Vec<DeferredFrees>,
-        naive: Naive,
+        naive: NaiveFrees,
         held: Vec<Vec<u64>>,
         most: usize,
     }
 
     impl Ranks {
         fn new(world: usize, blocks: u64, most: usize) -> Self {
-            let naive = Naive {
+            let naive = NaiveFrees {
                 freed: vec![Vec::new(); world],
                 reported: vec![BTreeSet::new(); world],
                 back: BTreeSet::new(),

@@ -271,7 +271,7 @@ mod tests {
     use super::*;
 
     #[derive(Clone, Debug)]
-    enum Op {
+    enum FreeListOp {
         Insert { at: u32, size: u32 },
         Remove { nth: usize },
         ShrinkLow { nth: usize, by: u32 },
@@ -280,22 +280,22 @@ mod tests {
         Find { size: u32, align: u32 },
     }
 
-    fn op() -> impl Strategy<Value = Op> {
+    fn op() -> impl Strategy<Value = FreeListOp> {
         prop_oneof![
-            4 => (0u32..9000, 1u32..20).prop_map(|(at, size)| Op::Insert { at, size }),
-            2 => any::<usize>().prop_map(|nth| Op::Remove { nth }),
-            2 => (any::<usize>(), 1u32..30).prop_map(|(nth, by)| Op::ShrinkLow { nth, by }),
-            1 => any::<usize>().prop_map(|nth| Op::GrowDown { nth }),
-            1 => any::<usize>().prop_map(|nth| Op::SwallowNext { nth }),
-            3 => (1u32..40, 0u32..5).prop_map(|(size, shift)| Op::Find { size, align: 1 << shift }),
+            4 => (0u32..9000, 1u32..20).prop_map(|(at, size)| FreeListOp::Insert { at, size }),
+            2 => any::<usize>().prop_map(|nth| FreeListOp::Remove { nth }),
+            2 => (any::<usize>(), 1u32..30).prop_map(|(nth, by)| FreeListOp::ShrinkLow { nth, by }),
+            1 => any::<usize>().prop_map(|nth| FreeListOp::GrowDown { nth }),
+            1 => any::<usize>().prop_map(|nth| FreeListOp::SwallowNext { nth }),
+            3 => (1u32..40, 0u32..5).prop_map(|(size, shift)| FreeListOp::Find { size, align: 1 << shift }),
         ]
     }
 
     /// The obvious implementation: a sorted vector.
     #[derive(Default)]
-    struct Naive(Vec<Free>);
+    struct NaiveFreeLists(Vec<Free>);
 
-    impl Naive {
+    impl NaiveFreeLists {
         fn first_fit(&self, size: u32, align: u32) -> Option<(Free, u32)> {
             self.0.iter().find_map(|&free| {
                 let start = (free.offset + (align - 1)) & !(align - 1);
@@ -309,11 +309,11 @@ mod tests {
         #[test]
         fn agrees_with_a_sorted_vector(ops in prop::collection::vec(op(), 1..1200)) {
             let mut list = FreeList::default();
-            let mut naive = Naive::default();
+            let mut naive = NaiveFreeLists::default();
             for op in ops {
                 let len = naive.0.len();
                 match op {
-                    Op::Insert { at, size } => {
+                    FreeListOp::Insert { at, size } => {
                         let overlaps = naive
                             .0
                             .iter()
@@ -325,11 +325,11 @@ mod tests {
                             naive.0.sort_by_key(|free| free.offset);
                         }
                     }
-                    Op::Remove { nth } if len > 0 => {
+                    FreeListOp::Remove { nth } if len > 0 => {
                         let free = naive.0.remove(nth % len);
                         list.remove(list.place_of(free.offset, Near(1)));
                     }
-                    Op::ShrinkLow { nth, by } if len > 0 => {
+                    FreeListOp::ShrinkLow { nth, by } if len > 0 => {
                         let free = &mut naive.0[nth % len];
                         if free.size > by {
                             let place = list.place_of(free.offset, Near(1));
@@ -338,7 +338,7 @@ mod tests {
                             list.resize(place, free.offset, free.size);
                         }
                     }
-                    Op::GrowDown { nth } if len > 0 => {
+                    FreeListOp::GrowDown { nth } if len > 0 => {
                         let nth = nth % len;
                         let floor = if nth == 0 {
                             0
@@ -351,7 +351,7 @@ mod tests {
                         free.offset = floor;
                         list.resize(place, free.offset, free.size);
                     }
-                    Op::SwallowNext { nth } if nth % len.max(1) + 1 < len => {
+                    FreeListOp::SwallowNext { nth } if nth % len.max(1) + 1 < len => {
                         let next = naive.0.remove(nth % len + 1);
                         let free = &mut naive.0[nth % len];
                         let place = list.place_of(free.offset, Near(1));
@@ -359,7 +359,7 @@ mod tests {
                         free.size = next.offset + next.size - free.offset;
                         list.resize(place, free.offset, free.size);
                     }
-                    Op::Find { size, align } => {
+                    FreeListOp::Find { size, align } => {
                         let found = list.first_fit(size, align).map(|(_, free, at)| (free, at));
                         prop_assert_eq!(found, naive.first_fit(size, align));
                     }

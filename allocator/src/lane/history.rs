@@ -17,7 +17,7 @@ const MAX_CHECKPOINTS: usize = 256;
 /// Half a cache line, because the ring is written once for each event and should not evict data that is
 /// read.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct HistoryEntry {
     kind: Packed,
     site: Site,
     /// Digest of all events up to and including this one.
@@ -46,7 +46,7 @@ pub(super) struct History {
     digest: Digest,
     capacity: usize,
     /// Filled up to `capacity`; after that the oldest entry is overwritten.
-    ring: Vec<Entry>,
+    ring: Vec<HistoryEntry>,
     /// Index of the oldest entry of a full ring, which the next event overwrites.
     head: usize,
     /// Digest of the prefix that ends where the ring begins.
@@ -89,7 +89,7 @@ impl History {
 
     fn push_packed(&mut self, kind: Packed, site: Site) {
         self.digest = chain(self.digest, kind);
-        let entry = Entry { kind, site, after: self.digest };
+        let entry = HistoryEntry { kind, site, after: self.digest };
         if self.ring.len() < self.capacity {
             self.ring.push(entry);
         } else {
@@ -105,7 +105,7 @@ impl History {
     }
 
     /// The entry that comes `after_oldest` entries after the oldest.
-    fn entry(&self, after_oldest: u64) -> Option<&Entry> {
+    fn entry(&self, after_oldest: u64) -> Option<&HistoryEntry> {
         let at = usize::try_from(after_oldest).ok().filter(|&at| at < self.ring.len())?;
         let at = self.head + at;
         self.ring.get(if at < self.ring.len() { at } else { at - self.ring.len() })

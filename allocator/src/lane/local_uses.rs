@@ -49,7 +49,7 @@ fn this_thread() -> u64 {
 
 /// An event behind what a stream was given.
 #[derive(Debug)]
-struct Recorded {
+struct RecordedEvent {
     /// `None` where the stream was captured: it is recorded when somebody has to wait for it.
     event: Option<Event>,
     stream: Stream,
@@ -72,7 +72,7 @@ pub(super) struct LocalUses {
     /// again: a wait for what ended long ago costs nothing.
     freed: BTreeMap<u32, Busy>,
     /// Events by number.
-    events: BTreeMap<u64, Recorded>,
+    events: BTreeMap<u64, RecordedEvent>,
     next: u64,
     /// Whether a block was freed while a stream that uses it was captured, where no event could be recorded.
     pub(super) missed: bool,
@@ -149,7 +149,7 @@ impl LocalUses {
 
     fn keep(&mut self, event: Option<Event>, stream: Stream) -> u64 {
         self.next += 1;
-        self.events.insert(self.next, Recorded { event, stream, holders: 1 });
+        self.events.insert(self.next, RecordedEvent { event, stream, holders: 1 });
         self.next
     }
 
@@ -262,7 +262,7 @@ impl LocalUses {
         let Some(recorded) = self.events.get_mut(&number) else { return };
         recorded.holders -= 1;
         if recorded.holders == 0
-            && let Some(Recorded { event: Some(event), .. }) = self.events.remove(&number)
+            && let Some(RecordedEvent { event: Some(event), .. }) = self.events.remove(&number)
         {
             backing.release(event);
         }

@@ -20,7 +20,7 @@ use crate::{Error, Result};
 const MAX_STREAMS: usize = 64;
 
 #[derive(Debug)]
-struct Known {
+struct KnownStream {
     /// The stream that has the ordinal; `None` from when it is forgotten until a new stream takes over.
     stream: Option<Stream>,
     /// Number of the lane's event by which the ordinal was first used.
@@ -38,7 +38,7 @@ struct Known {
 
 #[derive(Debug, Default)]
 pub(super) struct Streams {
-    known: Vec<Known>,
+    known: Vec<KnownStream>,
     serial: u64,
 }
 
@@ -61,7 +61,7 @@ impl Streams {
     /// Makes a stream known under its ordinal, by the lane's event with number `event`.
     pub(super) fn learn(&mut self, ordinal: u16, stream: Stream, event: u64) {
         match self.known.get_mut(usize::from(ordinal)) {
-            None => self.known.push(Known {
+            None => self.known.push(KnownStream {
                 stream: Some(stream),
                 born: event,
                 since: event,

@@ -12,14 +12,14 @@ use super::{AtomicBool, is_running};
 /// Whose turn it is, inside a model. Loom's `try_lock` waits for a thread that takes the lock at the same time, so this has
 /// a flag, which loom's mutex guards for moments only.
 #[derive(Debug)]
-struct Turns {
+struct ModelLock {
     taken: loom::sync::Mutex<bool>,
     free: loom::sync::Condvar,
 }
 
 type Taken<'a> = loom::sync::MutexGuard<'a, bool>;
 
-impl Turns {
+impl ModelLock {
     fn new() -> Self {
         Self { taken: loom::sync::Mutex::new(false), free: loom::sync::Condvar::new() }
     }
@@ -52,7 +52,7 @@ impl Turns {
 }
 
 /// The right to use what a [`Mutex`] guards, which ends with this.
-struct Turn<'a>(&'a Turns);
+struct Turn<'a>(&'a ModelLock);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
@@ -67,7 +67,7 @@ impl Drop for Turn<'_> {
 #[derive(Debug, Default)]
 pub struct Mutex<T: ?Sized> {
     /// Made by the first access inside a model, of which there is one for each interleaving.
-    turns: std::sync::OnceLock<Turns>,
+    turns: std::sync::OnceLock<ModelLock>,
     data: std::sync::Mutex<T>,
 }
 
@@ -87,8 +87,8 @@ impl<T> Mutex<T> {
 }
 
 impl<T: ?Sized> Mutex<T> {
-    fn turns(&self) -> Option<&Turns> {
-        is_running().then(|| self.turns.get_or_init(Turns::new))
+    fn turns(&self) -> Option<&ModelLock> {
+        is_running().then(|| self.turns.get_or_init(ModelLock::new))
     }
 
     pub fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
@@ -107,7 +107,7 @@ impl<T: ?Sized> Mutex<T> {
     }
 
     pub fn try_lock(&self) -> TryLockResult<MutexGuard<'_, T>> {
-        let turn = match self.turns().map(Turns::try_take) {
+        let turn = match self.turns().map(ModelLock::try_take) {
             Some(None) => return Err(TryLockError::WouldBlock),
             Some(turn) => turn,
             None => None,

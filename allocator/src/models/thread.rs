@@ -11,10 +11,10 @@ const STACK: usize = 32 << 10;
 
 /// A thread that can be waited for.
 #[derive(Debug)]
-pub struct JoinHandle<T>(Kind<T>);
+pub struct JoinHandle<T>(ThreadHandle<T>);
 
 #[derive(Debug)]
-enum Kind<T> {
+enum ThreadHandle<T> {
     Plain(std::thread::JoinHandle<T>),
     Watched(loom::thread::JoinHandle<T>),
 }
@@ -50,9 +50,9 @@ impl Builder {
         run: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<JoinHandle<T>> {
         let started = if is_running() {
-            Kind::Watched(loom::thread::Builder::new().stack_size(STACK).spawn(run)?)
+            ThreadHandle::Watched(loom::thread::Builder::new().stack_size(STACK).spawn(run)?)
         } else {
-            Kind::Plain(self.0.spawn(run)?)
+            ThreadHandle::Plain(self.0.spawn(run)?)
         };
         Ok(JoinHandle(started))
     }
@@ -61,9 +61,9 @@ impl Builder {
 impl<T> JoinHandle<T> {
     pub fn join(self) -> std::thread::Result<T> {
         match self.0 {
-            Kind::Plain(thread) => thread.join(),
-            Kind::Watched(thread) if is_running() => thread.join(),
-            Kind::Watched(_) => Err(Box::new("the model failed")),
+            ThreadHandle::Plain(thread) => thread.join(),
+            ThreadHandle::Watched(thread) if is_running() => thread.join(),
+            ThreadHandle::Watched(_) => Err(Box::new("the model failed")),
         }
     }
 }

@@ -10,7 +10,7 @@ use super::commit_due::CommitDue;
 use super::committer::{Committer, Unmet};
 use super::early_handles::EarlyHandles;
 use super::on_device::OnDevice;
-use super::on_host::{OnHost, Scope};
+use super::on_host::{HostRanks, RankScope};
 use super::shared_lane::SharedLane;
 use super::{CONTROL_LANE, Inner, Pool};
 use crate::driver::Driver;
@@ -212,7 +212,7 @@ impl PreparedRank {
         let pids = visible_pids(&peers);
         let windows = Windows::new(heap.layout(), Vec::new());
         let (hosts, devices) = (peers.hosts().clone(), peers.devices().clone());
-        let on_host = OnHost::new(&group, &heap, &hosts, &peers)?;
+        let on_host = HostRanks::new(&group, &heap, &hosts, &peers)?;
         let topology = match hosts.count() {
             1 => peers.topology().clone(),
             _ => Topology::unknown(group.world()),
@@ -242,7 +242,7 @@ impl PreparedRank {
             _on_device: on_device,
             maker: ProcessId::here(),
         };
-        Ok(Pool(Arc::new(inner), Scope::Group))
+        Ok(Pool(Arc::new(inner), RankScope::Group))
     }
 }
 

@@ -23,7 +23,7 @@ use super::exchange_segments::{GRACE, SegmentToMap, fresh_segments};
 use super::lane_memory::LaneInner;
 use crate::driver::{Step, Stream};
 use crate::rendezvous::agreement::{
-    LaneProposal, Proposal, Propose, ReportedFrees, Verdict, judge,
+    CommitVerdict, LaneProposal, Proposal, Propose, ReportedFrees, judge,
 };
 use crate::rendezvous::search::first_difference;
 use crate::rendezvous::status::{agreed, encode_status};
@@ -204,8 +204,8 @@ impl Pool {
         let gathered = peers.all_gather(group, "propose", &proposal, deadline);
         let gathered = gathered.map_err(|error| own_failure_or(own, error))?;
         match judge(&gathered)? {
-            Verdict::Agreed(reports) => Ok(reports),
-            Verdict::Differs { lane, failures } => {
+            CommitVerdict::Agreed(reports) => Ok(reports),
+            CommitVerdict::Differs { lane, failures } => {
                 let LockedLane { lane: shared, inner, .. } = &locked[lane];
                 let mut gather =
                     |what: &str, value: &[u8]| peers.all_gather(group, what, value, deadline);

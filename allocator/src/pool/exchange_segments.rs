@@ -15,7 +15,7 @@ use crate::ranks::list;
 use crate::rendezvous::message::{Message, decode, decode_all, encode};
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::sockets::PeerSockets;
-use crate::rendezvous::status::{Status, all_ok, encode_status};
+use crate::rendezvous::status::{RankStatus, all_ok, encode_status};
 use crate::sync::mutant;
 use crate::{Deadline, Error, Result};
 
@@ -25,7 +25,7 @@ pub(super) const GRACE: Duration = Duration::from_millis(500);
 
 /// Whether one rank has mapped its peers' segments, or why not.
 #[derive(Debug, Serialize, Deserialize)]
-struct Mapped(Status<()>);
+struct Mapped(RankStatus<()>);
 
 impl Message for Mapped {
     const KIND: u16 = 7;
@@ -34,7 +34,7 @@ impl Message for Mapped {
 
 /// The handles of one rank's segments, in segment order, or why there are none.
 #[derive(Debug, Serialize, Deserialize)]
-struct HandlesMessage(Status<Vec<Vec<u8>>>);
+struct HandlesMessage(RankStatus<Vec<Vec<u8>>>);
 
 impl Message for HandlesMessage {
     const KIND: u16 = 8;
@@ -71,7 +71,7 @@ impl Pool {
             Ok(handles) => (handles, Ok(())),
             Err(error) => (Vec::new(), Err(error)),
         };
-        let mut mapping = Mapping { heap: &self.0.heap, done: Vec::new() };
+        let mut mapping = PeerMappings { heap: &self.0.heap, done: Vec::new() };
         let outcome = self
             .exchange_handles(peers, &own, ready, fresh, &mut mapping, exchange_by)
             .and_then(|silent| self.driver().at_step(Step::CommitConfirm).map(|()| silent));
@@ -133,7 +133,7 @@ impl Pool {
         own: &[SegmentHandle<'_>],
         ready: Result<()>,
         fresh: &[SegmentToMap],
-        mapping: &mut Mapping<'_>,
+        mapping: &mut PeerMappings<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
         match (peers.transport(), peers.sockets_mut()) {
@@ -148,7 +148,11 @@ impl Pool {
     }
 
     /// Maps segments whose handles follow from their place, so that none are exchanged.
-    fn map_derived(&self, fresh: &[SegmentToMap], mapping: &mut Mapping<'_>) -> Result<Vec<u32>> {
+    fn map_derived(
+        &self,
+        fresh: &[SegmentToMap],
+        mapping: &mut PeerMappings<'_>,
+    ) -> Result<Vec<u32>> {
         self.at_receive_and_map()?;
         for slot in self.0.heap.peers() {
             mapping.map(slot, fresh, fresh.iter().map(|_| Exported::Derived))?;
@@ -163,7 +167,7 @@ impl Pool {
         own: &[SegmentHandle<'_>],
         mut ready: Result<()>,
         fresh: &[SegmentToMap],
-        mapping: &mut Mapping<'_>,
+        mapping: &mut PeerMappings<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
         let descriptors: Vec<_> = own.iter().filter_map(SegmentHandle::descriptor).collect();
@@ -192,7 +196,7 @@ impl Pool {
         own: &[SegmentHandle<'_>],
         ready: Result<()>,
         fresh: &[SegmentToMap],
-        mapping: &mut Mapping<'_>,
+        mapping: &mut PeerMappings<'_>,
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
         let bytes = || own.iter().map(|handle| handle.bytes().to_vec()).collect();
@@ -308,14 +312,14 @@ pub(super) fn fresh_segments(locked: &[LockedLane<'_>]) -> Vec<SegmentToMap> {
     all
 }
 
-/// Mappings of peers' segments. They are undone on drop, unless [`keep`](Mapping::keep) is called.
-struct Mapping<'a> {
+/// Mappings of peers' segments. They are undone on drop, unless [`keep`](PeerMappings::keep) is called.
+struct PeerMappings<'a> {
     heap: &'a Heap,
     /// Slot, offset in it, length.
     done: Vec<(u32, u64, u64)>,
 }
 
-impl Mapping<'_> {
+impl PeerMappings<'_> {
     /// Maps the segments behind `handles` into a slot, at the offsets of the first segments of `fresh`.
     fn map(
         &mut self,
@@ -379,7 +383,7 @@ impl Mapping<'_> {
     }
 }
 
-impl Drop for Mapping<'_> {
+impl Drop for PeerMappings<'_> {
     fn drop(&mut self) {
         if mutant("mutant_not_undone") {
             return;

@@ -46,12 +46,12 @@ struct Open {
 
 /// Choices of a run: which one was made, out of how many.
 #[derive(Default)]
-struct Choices {
+struct RunChoices {
     made: Vec<(usize, usize)>,
     at: usize,
 }
 
-impl Choices {
+impl RunChoices {
     fn choose(&mut self, of: usize) -> usize {
         if self.at == self.made.len() {
             self.made.push((0, of));
@@ -80,7 +80,7 @@ struct State {
     /// Whose turn it is.
     turn: usize,
     gathers: BTreeMap<String, Open>,
-    choices: Choices,
+    choices: RunChoices,
     /// Faults that may still come, once the first commit has begun.
     faults: usize,
     has_begun: bool,
@@ -301,7 +301,7 @@ mod faulty {
 /// A rank after its commits: the error of each, if it failed, and the windows, as lists of offsets, that it has and that
 /// it has mapped of its peers.
 #[derive(Debug)]
-struct Outcome {
+struct RankOutcome {
     first: Option<Error>,
     windows: Vec<u64>,
     mapped: Vec<u64>,
@@ -310,7 +310,7 @@ struct Outcome {
 }
 
 /// One rank: two commits, of which the first may meet faults.
-fn live(world: &Arc<World>, rank: usize, size: u32, faults: usize) -> Outcome {
+fn live(world: &Arc<World>, rank: usize, size: u32, faults: usize) -> RankOutcome {
     world.begin(rank);
     let store = Arc::new(PlayedStore(world.clone()));
     let group = Group::new(rank as u32, size, store).unwrap().with_timeout(BUDGET);
@@ -332,15 +332,16 @@ fn live(world: &Arc<World>, rank: usize, size: u32, faults: usize) -> Outcome {
     state.doing[rank] = Doing::AtEnd;
     drop(world.pass(state, rank));
     let second = pool.commit().err();
-    let outcome = Outcome { first, windows: windows_now, mapped, second, windows_then: windows() };
+    let outcome =
+        RankOutcome { first, windows: windows_now, mapped, second, windows_then: windows() };
     // A pool that lost its peers is dropped like any other.
     drop((block, pool));
     outcome
 }
 
 /// Checks what all ranks that live have seen. Returns what is wrong.
-fn judge(outcomes: &[Option<Outcome>], log: &[String]) -> std::result::Result<(), String> {
-    let living: Vec<&Outcome> = outcomes.iter().flatten().collect();
+fn judge(outcomes: &[Option<RankOutcome>], log: &[String]) -> std::result::Result<(), String> {
+    let living: Vec<&RankOutcome> = outcomes.iter().flatten().collect();
     let all_live = living.len() == outcomes.len();
     // Whoever fails behind the confirmation is the only one, and says so in the next commit.
     let is_undone = |line: &&String| line.contains("fails at") && !line.contains("CommitFinish");
@@ -349,7 +350,7 @@ fn judge(outcomes: &[Option<Outcome>], log: &[String]) -> std::result::Result<()
     let ok = living.iter().filter(|outcome| outcome.first.is_none()).count();
     let again = living.iter().filter(|outcome| outcome.second.is_none()).count();
     let same =
-        |of: fn(&Outcome) -> &Vec<u64>| living.windows(2).all(|two| of(two[0]) == of(two[1]));
+        |of: fn(&RankOutcome) -> &Vec<u64>| living.windows(2).all(|two| of(two[0]) == of(two[1]));
     let check = |holds: bool, what: &str| if holds { Ok(()) } else { Err(what.to_owned()) };
     for outcome in &living {
         let is_mapped = |window| outcome.mapped.contains(window);
@@ -376,7 +377,7 @@ fn search(
     faults: usize,
     mutant: Option<&'static str>,
 ) -> std::result::Result<usize, String> {
-    let mut choices = Choices::default();
+    let mut choices = RunChoices::default();
     for run in 1.. {
         let state = State {
             doing: vec![Doing::Runs; size as usize],

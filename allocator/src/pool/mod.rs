@@ -87,7 +87,7 @@ use commit_due::CommitDue;
 use committer::Committer;
 use early_handles::EarlyHandles;
 use on_device::OnDevice;
-use on_host::{OnHost, Scope};
+use on_host::{HostRanks, RankScope};
 use shared_lane::SharedLane;
 
 /// The lane that communicators take their control memory from.
@@ -100,13 +100,13 @@ pub const CONTROL_LANE: &str = "symmpool.control";
 /// takes no lock but its lane's. [`Pool::commit`] is collective: it checks that all ranks did the
 /// same and turns new memory into windows. Blocks may outlive the pool; they keep their memory.
 #[derive(Clone)]
-pub struct Pool(Arc<Inner>, Scope);
+pub struct Pool(Arc<Inner>, RankScope);
 
 struct Inner {
     group: Group,
     /// Ranks that can map each other's memory.
     hosts: Hosts,
-    on_host: OnHost,
+    on_host: HostRanks,
     heap: Arc<Heap>,
     /// Where memory begins in each slot that belongs to no lane.
     room: u64,
@@ -265,8 +265,8 @@ impl Pool {
     /// The pool's own group: its names in the store are not shared with other pools.
     pub fn group(&self) -> &Group {
         match self.1 {
-            Scope::Group => &self.0.group,
-            Scope::Host => &self.0.on_host.group,
+            RankScope::Group => &self.0.group,
+            RankScope::Host => &self.0.on_host.group,
         }
     }
 
@@ -279,8 +279,8 @@ impl Pool {
     /// [hosts](Self::hosts): [`on_host`](Self::on_host) has the links of one.
     pub fn topology(&self) -> &Topology {
         match self.1 {
-            Scope::Group => &self.0.topology,
-            Scope::Host => &self.0.on_host.topology,
+            RankScope::Group => &self.0.topology,
+            RankScope::Host => &self.0.on_host.topology,
         }
     }
 

@@ -14,12 +14,12 @@ use crate::error::ErrorKind;
 use crate::lane::WindowPolicy;
 use crate::nccl::{Nccl, NcclComm};
 use crate::rendezvous::message::{Message, decode_all};
-use crate::rendezvous::status::{Status, all_ok, encode_status};
+use crate::rendezvous::status::{RankStatus, all_ok, encode_status};
 use crate::{CONTROL_LANE, Deadline, Error, Result, blocking};
 
 /// The outcome of a step with NCCL on one rank: the version of its library, or an error.
 #[derive(Debug, Serialize, Deserialize)]
-struct NcclStatus(Status<i32>);
+struct NcclStatus(RankStatus<i32>);
 
 impl Message for NcclStatus {
     const KIND: u16 = 11;

@@ -9,7 +9,7 @@ use crate::{Error, Group, Result};
 
 /// Which ranks a pool's methods count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Scope {
+pub(super) enum RankScope {
     /// All ranks of the group.
     Group,
     /// Those of this host, from 0 on.
@@ -17,14 +17,14 @@ pub(super) enum Scope {
 }
 
 /// Names and links that the ranks of this host have for themselves.
-pub(super) struct OnHost {
+pub(super) struct HostRanks {
     /// The ranks of this host, with names of their own in the store.
     pub(super) group: Group,
     hosts: Hosts,
     pub(super) topology: Topology,
 }
 
-impl OnHost {
+impl HostRanks {
     pub(super) fn new(group: &Group, heap: &Heap, hosts: &Hosts, peers: &Peers) -> Result<Self> {
         let layout = heap.layout();
         let own = match hosts.count() {
@@ -41,8 +41,8 @@ impl Pool {
     /// The same on every rank.
     pub fn hosts(&self) -> &Hosts {
         match self.1 {
-            Scope::Group => &self.0.hosts,
-            Scope::Host => &self.0.on_host.hosts,
+            RankScope::Group => &self.0.hosts,
+            RankScope::Host => &self.0.on_host.hosts,
         }
     }
 
@@ -54,7 +54,7 @@ impl Pool {
     /// nothing differs.
     #[must_use]
     pub fn on_host(&self) -> Self {
-        Self(self.0.clone(), Scope::Host)
+        Self(self.0.clone(), RankScope::Host)
     }
 
     /// The slot of [`layout`](Self::layout) that holds `rank`'s memory. `is_invalid_argument`, with the host's name, where
@@ -66,7 +66,7 @@ impl Pool {
                 self.world()
             )));
         }
-        if self.1 == Scope::Host {
+        if self.1 == RankScope::Host {
             return Ok(rank);
         }
         let hosts = &self.0.hosts;
@@ -88,16 +88,16 @@ impl Pool {
     /// The number in the whole group of a rank that this value counts. Panics when there is no such rank.
     pub(super) fn group_rank(&self, rank: u32) -> u32 {
         match self.1 {
-            Scope::Group => rank,
-            Scope::Host => self.0.heap.ranks()[rank as usize],
+            RankScope::Group => rank,
+            RankScope::Host => self.0.heap.ranks()[rank as usize],
         }
     }
 
     /// The number of a rank of the whole group as this value counts them, if it does.
     pub(super) fn number_of(&self, group_rank: u32) -> Option<u32> {
         match self.1 {
-            Scope::Group => Some(group_rank),
-            Scope::Host => self.0.heap.slot_of(group_rank).ok(),
+            RankScope::Group => Some(group_rank),
+            RankScope::Host => self.0.heap.slot_of(group_rank).ok(),
         }
     }
 }

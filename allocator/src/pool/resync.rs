@@ -12,14 +12,14 @@ use crate::lane::{AgreedState, Survivor};
 use crate::rendezvous::message::{Message, decode_all};
 use crate::rendezvous::peers::Peers;
 use crate::rendezvous::search::first_difference;
-use crate::rendezvous::status::{Status, all_ok, encode_status};
+use crate::rendezvous::status::{RankStatus, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 
 /// Counter and digest of each symmetric lane of a rank, or why the rank cannot resync.
 #[derive(Debug, Serialize, Deserialize)]
-struct Standing(Status<Vec<(u64, u64)>>);
+struct LaneStanding(RankStatus<Vec<(u64, u64)>>);
 
-impl Message for Standing {
+impl Message for LaneStanding {
     const KIND: u16 = 9;
     const NAME: &'static str = "standing";
 }
@@ -41,7 +41,7 @@ struct Holdings {
 
 /// Message with the holdings, or why it cannot be sent: there are more blocks than a message can hold.
 #[derive(Debug, Serialize, Deserialize)]
-struct Holds(Status<Holdings>);
+struct Holds(RankStatus<Holdings>);
 
 impl Message for Holds {
     const KIND: u16 = 10;
@@ -130,11 +130,11 @@ impl Pool {
         let own: Vec<(u64, u64)> = standing.collect();
         let failed = ready.as_ref().err().cloned();
         let status = ready.map(|()| own.clone()).map_err(|error| error.kind().clone());
-        let status = encode_status(Standing, status)?;
+        let status = encode_status(LaneStanding, status)?;
         let gathered = peers.all_gather(&self.0.group, "standing", &status, deadline);
         let gathered = gathered.map_err(|error| own_failure_or(failed, error))?;
-        let statuses: Vec<Standing> = decode_all(&gathered)?;
-        let all = all_ok("resync", statuses.into_iter().map(|Standing(status)| status))?;
+        let statuses: Vec<LaneStanding> = decode_all(&gathered)?;
+        let all = all_ok("resync", statuses.into_iter().map(|LaneStanding(status)| status))?;
         let differs = |lane: &usize| all.iter().any(|other| other.get(*lane) != own.get(*lane));
         Ok((0..own.len()).filter(differs).collect())
     }

@@ -11,7 +11,7 @@ use super::committer::{Committer, incomplete_commit, own_failure_or};
 use super::lane_memory::LaneInner;
 use super::shared_lane::SharedLane;
 use crate::rendezvous::message::{Message, decode_all};
-use crate::rendezvous::status::{Status, all_ok, encode_status};
+use crate::rendezvous::status::{RankStatus, all_ok, encode_status};
 use crate::{Deadline, Error, Result};
 
 /// Between two looks whether another thread still commits.
@@ -19,7 +19,7 @@ const PAUSE: Duration = Duration::from_micros(200);
 
 /// Subject of a rank's vote, if the rank is ready for it, or why it is not.
 #[derive(Debug, Serialize, Deserialize)]
-struct Vote(Status<u64>);
+struct Vote(RankStatus<u64>);
 
 impl Message for Vote {
     const KIND: u16 = 12;

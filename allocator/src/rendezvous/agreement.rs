@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::message::{Message, decode};
-use super::status::{Status, agreed};
+use super::status::{RankStatus, agreed};
 use crate::error::ErrorKind;
 use crate::lane::Digest;
 use crate::store::Gathered;
@@ -38,7 +38,7 @@ pub(crate) struct Proposal {
 
 /// The message: a proposal, or why this rank cannot make one.
 #[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct Propose(pub(crate) Status<Proposal>);
+pub(crate) struct Propose(pub(crate) RankStatus<Proposal>);
 
 impl Message for Propose {
     const KIND: u16 = 3;
@@ -50,7 +50,7 @@ pub(crate) type ReportedFrees = Vec<(u64, u32)>;
 
 /// Result of the proposals of all ranks.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Verdict {
+pub(crate) enum CommitVerdict {
     /// All lanes agree. For each, the unordered frees that were reported.
     Agreed(Vec<ReportedFrees>),
     /// A lane went different ways.
@@ -63,7 +63,7 @@ pub(crate) enum Verdict {
 }
 
 /// Comes to the same verdict, or the same error, on every rank.
-pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
+pub(crate) fn judge(gathered: &Gathered) -> Result<CommitVerdict> {
     let mut distinct = Vec::with_capacity(gathered.distinct().len());
     for (at, part) in gathered.distinct().iter().enumerate() {
         let rank = first_rank(gathered, at);
@@ -106,12 +106,12 @@ pub(crate) fn judge(gathered: &Gathered) -> Result<Verdict> {
             let proposal = distinct[at as usize].1.as_ref().ok()?;
             Some((rank, proposal.lanes[lane].failure.clone()?))
         });
-        return Ok(Verdict::Differs { lane, failures: failures.collect() });
+        return Ok(CommitVerdict::Differs { lane, failures: failures.collect() });
     }
     let mut ranks = vec![0; distinct.len()];
     gathered.which().iter().for_each(|&at| ranks[at as usize] += 1);
     let reported = (0..first.lanes.len()).map(|lane| reported_frees(&proposals, &ranks, lane));
-    Ok(Verdict::Agreed(reported.collect::<Result<_>>()?))
+    Ok(CommitVerdict::Agreed(reported.collect::<Result<_>>()?))
 }
 
 /// The lowest rank that contributed this part.
@@ -150,11 +150,11 @@ mod tests {
         LaneProposal { counter, digest, freed: freed.to_vec(), failure: None }
     }
 
-    fn gather(proposals: Vec<Status<Proposal>>) -> Gathered {
+    fn gather(proposals: Vec<RankStatus<Proposal>>) -> Gathered {
         Gathered::from_parts(proposals.into_iter().map(|status| encode(&Propose(status)).unwrap()))
     }
 
-    fn propose(lanes: Vec<LaneProposal>) -> Status<Proposal> {
+    fn propose(lanes: Vec<LaneProposal>) -> RankStatus<Proposal> {
         Ok(Proposal { round: 7, lanes })
     }
 
@@ -168,7 +168,7 @@ mod tests {
             propose(vec![lane(9, 1, &[2, 4]), lane(0, 0, &[])]),
         ]));
         let reported = vec![(1, 2), (2, 1), (4, 4), (6, 3), (8, 1)];
-        assert_eq!(verdict.unwrap(), Verdict::Agreed(vec![reported, vec![]]));
+        assert_eq!(verdict.unwrap(), CommitVerdict::Agreed(vec![reported, vec![]]));
     }
 
     #[test]
@@ -186,7 +186,7 @@ mod tests {
             propose(vec![lane(9, 1, &[]), lane(3, 5, &[])]),
             propose(vec![lane(9, 1, &[]), lane(3, 6, &[])]),
         ]));
-        assert_eq!(verdict.unwrap(), Verdict::Differs { lane: 1, failures: vec![] });
+        assert_eq!(verdict.unwrap(), CommitVerdict::Differs { lane: 1, failures: vec![] });
     }
 
     #[test]
@@ -196,10 +196,10 @@ mod tests {
         failed.failure = Some((8, kind.clone()));
         let lanes = vec![propose(vec![lane(9, 1, &[])]), propose(vec![failed.clone()])];
         let failures = vec![(1, (8, kind.clone()))];
-        assert_eq!(judge(&gather(lanes)).unwrap(), Verdict::Differs { lane: 0, failures });
+        assert_eq!(judge(&gather(lanes)).unwrap(), CommitVerdict::Differs { lane: 0, failures });
         // All ranks failed alike: nothing differs.
         let lanes = vec![propose(vec![failed.clone()]), propose(vec![failed])];
-        assert_eq!(judge(&gather(lanes)).unwrap(), Verdict::Agreed(vec![vec![]]));
+        assert_eq!(judge(&gather(lanes)).unwrap(), CommitVerdict::Agreed(vec![vec![]]));
         let error = judge(&gather(vec![propose(vec![]), Err(kind)])).unwrap_err();
         assert!(error.to_string().contains("rank 1 failed in commit"), "{error}");
     }

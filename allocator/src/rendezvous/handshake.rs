@@ -15,7 +15,7 @@ use super::identity::HostIdentity;
 use super::message::{self, Message};
 use super::peers::{Peers, PerRank};
 use super::sockets::{Listener, PeerSockets};
-use super::status::{Status, agreed, all_ok, encode_status};
+use super::status::{RankStatus, agreed, all_ok, encode_status};
 use crate::driver::{DeviceIdentity, Driver, Step, Transport};
 use crate::group::Hosts;
 use crate::random::random_bytes;
@@ -38,7 +38,7 @@ pub(crate) struct HandshakeOptions {
 
 /// The first round.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Publish(pub(super) Status<Box<Hello>>);
+pub(super) struct Publish(pub(super) RankStatus<Box<Hello>>);
 
 impl Message for Publish {
     const KIND: u16 = 1;
@@ -47,7 +47,7 @@ impl Message for Publish {
 
 /// The second round: whether connecting succeeded, and the digest of the topology as this rank sees it.
 #[derive(Debug, Serialize, Deserialize)]
-struct Confirm(Status<[u8; 32]>);
+struct Confirm(RankStatus<[u8; 32]>);
 
 impl Message for Confirm {
     const KIND: u16 = 2;

@@ -6,14 +6,14 @@ use super::checks;
 use super::host_id::check_host_id;
 use super::identity::{HostIdentity, HostKey};
 use super::message::{self, Message};
-use super::status::{Status, all_ok, encode_status};
+use super::status::{RankStatus, all_ok, encode_status};
 use crate::{Deadline, Group, Hosts, Result};
 
 /// The host of a rank and its name. Equal for all ranks of a host, so stores send it once.
 #[derive(Debug, Serialize, Deserialize)]
-struct OnHost(Status<(HostKey, String)>);
+struct HostIdentityMessage(RankStatus<(HostKey, String)>);
 
-impl Message for OnHost {
+impl Message for HostIdentityMessage {
     const KIND: u16 = 13;
     const NAME: &'static str = "host";
 }
@@ -50,11 +50,14 @@ impl Group {
             return Ok(hosts);
         }
         let own = self.identity().map(|identity| (identity.host_key(), identity.host_name()));
-        let value = encode_status(OnHost, own.map_err(|error| error.kind().clone()))?;
+        let value = encode_status(HostIdentityMessage, own.map_err(|error| error.kind().clone()))?;
         let found = self.hosts_by(&value, deadline, |gathered| {
             checks::versions(gathered)?;
-            let all: Vec<OnHost> = message::decode_all(gathered)?;
-            Ok(Hosts::new(all_ok("finding its host", all.into_iter().map(|OnHost(host)| host))?))
+            let all: Vec<HostIdentityMessage> = message::decode_all(gathered)?;
+            Ok(Hosts::new(all_ok(
+                "finding its host",
+                all.into_iter().map(|HostIdentityMessage(host)| host),
+            )?))
         });
         found.map_err(|error| error.context("finding the hosts of the group's ranks"))
     }
@@ -142,7 +145,7 @@ mod tests {
                 Err(Error::invalid_state("versions are not compared"))
             };
             let own = (HostIdentity::current().unwrap().host_key(), "node".to_owned());
-            let mut value = encode_status(OnHost, Ok(own)).unwrap();
+            let mut value = encode_status(HostIdentityMessage, Ok(own)).unwrap();
             if group.rank() == 1 {
                 value[4..6].copy_from_slice(&9u16.to_le_bytes());
             }
@@ -162,13 +165,13 @@ mod tests {
                 1 => Err(Error::invalid_argument("no id").kind().clone()),
                 _ => Ok((HostIdentity::current().unwrap().host_key(), "node".to_owned())),
             };
-            let value = encode_status(OnHost, own).unwrap();
+            let value = encode_status(HostIdentityMessage, own).unwrap();
             let error = group
                 .hosts_by(&value, group.deadline(), |gathered| {
-                    let all: Vec<OnHost> = message::decode_all(gathered)?;
+                    let all: Vec<HostIdentityMessage> = message::decode_all(gathered)?;
                     Ok(Hosts::new(all_ok(
                         "finding its host",
-                        all.into_iter().map(|OnHost(on)| on),
+                        all.into_iter().map(|HostIdentityMessage(on)| on),
                     )?))
                 })
                 .unwrap_err();

@@ -14,7 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use super::identity::HostIdentity;
 use super::message::{self, Message};
-use super::sockets::{Dial, Listener, PacketBuffer, Received, Sent, Socket, dial, same_user, send};
+use super::sockets::{
+    Dial, Listener, PacketBuffer, ReceivedPacket, Sent, Socket, dial, same_user, send,
+};
 use crate::random::random_bytes;
 use crate::{Error, Result};
 
@@ -159,8 +161,8 @@ impl PairListener {
         for _ in 0..callers.len() {
             let Some(caller) = callers.pop_front() else { break };
             match buffer.receive(0, &caller) {
-                Ok(Received::WouldBlock) => callers.push_back(caller),
-                Ok(Received::Packet { frame, mut fds }) => {
+                Ok(ReceivedPacket::WouldBlock) => callers.push_back(caller),
+                Ok(ReceivedPacket::Packet { frame, mut fds }) => {
                     let greeting = message::decode::<Greeting>(0, frame);
                     let known = greeting.ok().filter(|greeting| greeting.secret == self.secret);
                     if let (Some(Greeting { from, .. }), Some(memory)) = (known, fds.pop()) {
@@ -168,7 +170,7 @@ impl PairListener {
                     }
                     tracing::warn!("turned away a caller that is not of this group");
                 }
-                Ok(Received::Closed) => {}
+                Ok(ReceivedPacket::Closed) => {}
                 Err(error) => tracing::warn!(%error, "turned away a caller"),
             }
         }

@@ -6,13 +6,13 @@ use crate::ranks::list;
 use crate::{Error, Result};
 
 /// The result of a rank's part in a step, in a form that can be sent to the others.
-pub(crate) type Status<T> = std::result::Result<T, ErrorKind>;
+pub(crate) type RankStatus<T> = std::result::Result<T, ErrorKind>;
 
 /// Encodes this rank's status in a step. If it is too long, that is encoded as this rank's failure: the
 /// others would wait for a rank that sends nothing.
 pub(crate) fn encode_status<T, M: Message>(
-    message: fn(Status<T>) -> M,
-    status: Status<T>,
+    message: fn(RankStatus<T>) -> M,
+    status: RankStatus<T>,
 ) -> Result<Vec<u8>> {
     encode(&message(status)).or_else(|error| encode(&message(Err(error.kind().clone()))))
 }
@@ -44,7 +44,10 @@ pub(crate) fn agreed(step: &str, failures: &[(u32, ErrorKind)]) -> Option<Error>
 }
 
 /// The values of all ranks in one step, in rank order, if none of them failed; otherwise [`agreed`].
-pub(crate) fn all_ok<T>(step: &str, all: impl IntoIterator<Item = Status<T>>) -> Result<Vec<T>> {
+pub(crate) fn all_ok<T>(
+    step: &str,
+    all: impl IntoIterator<Item = RankStatus<T>>,
+) -> Result<Vec<T>> {
     let (mut values, mut failures) = (Vec::new(), Vec::new());
     for (rank, status) in (0..).zip(all) {
         match status {
@@ -65,7 +68,7 @@ mod tests {
     use crate::rendezvous::message::{MAX_PAYLOAD, decode};
 
     #[derive(Debug, Serialize, Deserialize)]
-    struct Say(Status<String>);
+    struct Say(RankStatus<String>);
 
     impl Message for Say {
         const KIND: u16 = 0x7003;

@@ -38,12 +38,12 @@ struct Getters {
 #[derive(Debug)]
 struct OpenGather {
     gathering: Gathering<Arc<[u8]>>,
-    outcome: Arc<Outcome>,
+    outcome: Arc<GatherOutcome>,
 }
 
 /// Result of a gather, which waiting ranks hold; it outlives the entry in the map.
 #[derive(Debug, Default)]
-struct Outcome {
+struct GatherOutcome {
     decided: Condvar,
     /// The result and the bytes a network store would have sent for it.
     result: OnceLock<Result<(Gathered, usize)>>,

@@ -19,7 +19,7 @@ type PciAddress = (u32, u32, u32);
 
 /// Where the far end of a link is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum End {
+enum FarEnd {
     Device(PciAddress),
     Switch,
 }
@@ -28,7 +28,7 @@ enum End {
 #[derive(Clone, Debug)]
 struct Ends {
     address: PciAddress,
-    ends: Vec<End>,
+    ends: Vec<FarEnd>,
 }
 
 /// The links between the devices with these UUIDs, in rank order. The error names what failed in NVML, or
@@ -52,9 +52,10 @@ fn join(a: &Ends, b: &Ends) -> Link {
     if a.address == b.address {
         return Link::Local;
     }
-    let count = |device: &Ends, end: End| device.ends.iter().filter(|&&e| e == end).count() as u32;
-    let direct = count(a, End::Device(b.address)).min(count(b, End::Device(a.address)));
-    let switched = count(a, End::Switch).min(count(b, End::Switch));
+    let count =
+        |device: &Ends, end: FarEnd| device.ends.iter().filter(|&&e| e == end).count() as u32;
+    let direct = count(a, FarEnd::Device(b.address)).min(count(b, FarEnd::Device(a.address)));
+    let switched = count(a, FarEnd::Switch).min(count(b, FarEnd::Switch));
     match (direct, switched) {
         (0, 0) => Link::Pci,
         (0, switched) => Link::NvSwitch(switched),
@@ -89,14 +90,14 @@ fn ends(
 
 /// The far end of a link: by the type that NVML reports, otherwise by whether its address is that of a
 /// device.
-fn end(kind: Option<c_uint>, remote: Option<PciAddress>, known: &[PciAddress]) -> Option<End> {
+fn end(kind: Option<c_uint>, remote: Option<PciAddress>, known: &[PciAddress]) -> Option<FarEnd> {
     match (kind, remote) {
-        (Some(RemoteKind::SWITCH), _) => Some(End::Switch),
-        (Some(RemoteKind::DEVICE), remote) => remote.map(End::Device),
+        (Some(RemoteKind::SWITCH), _) => Some(FarEnd::Switch),
+        (Some(RemoteKind::DEVICE), remote) => remote.map(FarEnd::Device),
         (None | Some(RemoteKind::UNKNOWN), Some(remote)) if known.contains(&remote) => {
-            Some(End::Device(remote))
+            Some(FarEnd::Device(remote))
         }
-        (None | Some(RemoteKind::UNKNOWN), Some(_)) => Some(End::Switch),
+        (None | Some(RemoteKind::UNKNOWN), Some(_)) => Some(FarEnd::Switch),
         // A link to something else (a CPU), or to something unknown.
         _ => None,
     }
@@ -147,13 +148,13 @@ impl RemoteKind {
 mod tests {
     use super::*;
 
-    fn device(bus: u32, ends: &[End]) -> Ends {
+    fn device(bus: u32, ends: &[FarEnd]) -> Ends {
         Ends { address: (0, bus, 0), ends: ends.to_vec() }
     }
 
     #[test]
     fn links_are_counted_from_both_sides() {
-        let to = |bus| End::Device((0, bus, 0));
+        let to = |bus| FarEnd::Device((0, bus, 0));
         let a = device(1, &[to(2), to(2), to(3)]);
         let b = device(2, &[to(1), to(1)]);
         let c = device(3, &[]);
@@ -165,21 +166,21 @@ mod tests {
 
     #[test]
     fn switches_join_what_has_no_direct_link() {
-        let a = device(1, &[End::Switch; 18]);
-        let b = device(2, &[End::Switch; 17]);
+        let a = device(1, &[FarEnd::Switch; 18]);
+        let b = device(2, &[FarEnd::Switch; 17]);
         assert_eq!(join(&a, &b), Link::NvSwitch(17));
-        let direct = device(3, &[End::Device((0, 4, 0)), End::Switch]);
-        let also = device(4, &[End::Device((0, 3, 0)), End::Switch]);
+        let direct = device(3, &[FarEnd::Device((0, 4, 0)), FarEnd::Switch]);
+        let also = device(4, &[FarEnd::Device((0, 3, 0)), FarEnd::Switch]);
         assert_eq!(join(&direct, &also), Link::NvLink(1));
     }
 
     #[test]
     fn an_end_that_nvml_does_not_name_is_identified_by_its_address() {
         let known = [(0, 1, 0), (0, 2, 0)];
-        assert_eq!(end(Some(0), Some((0, 9, 0)), &known), Some(End::Device((0, 9, 0))));
-        assert_eq!(end(Some(2), None, &known), Some(End::Switch));
-        assert_eq!(end(None, Some((0, 2, 0)), &known), Some(End::Device((0, 2, 0))));
-        assert_eq!(end(Some(255), Some((0, 9, 0)), &known), Some(End::Switch));
+        assert_eq!(end(Some(0), Some((0, 9, 0)), &known), Some(FarEnd::Device((0, 9, 0))));
+        assert_eq!(end(Some(2), None, &known), Some(FarEnd::Switch));
+        assert_eq!(end(None, Some((0, 2, 0)), &known), Some(FarEnd::Device((0, 2, 0))));
+        assert_eq!(end(Some(255), Some((0, 9, 0)), &known), Some(FarEnd::Switch));
         assert_eq!(end(Some(1), Some((0, 9, 0)), &known), None);
         assert_eq!(end(None, None, &known), None);
     }

@@ -29,4 +29,4 @@ mod replay_tests;
 
 pub use options::{ReplayDriver, ReplayOptions, Unordered};
 pub use parse::{Trace, TraceOp};
-pub use replay::{Outcome, RankGroup, ReplayFailure, replay, replay_with};
+pub use replay::{RankGroup, ReplayFailure, ReplayOutcome, replay, replay_with};

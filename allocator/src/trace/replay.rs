@@ -14,7 +14,7 @@ const STACK: usize = 1 << 20;
 
 /// The outcome of a replay.
 #[derive(Clone, Debug)]
-pub struct Outcome {
+pub struct ReplayOutcome {
     /// Number of ranks.
     pub ranks: u32,
     /// Number of operations that were replayed: all of the trace, unless there is an `error`.
@@ -80,9 +80,9 @@ impl ReplayFailure {
 
 /// Replays `trace` on `options.ranks` ranks, all threads of this process.
 ///
-/// If ranks diverge or run out of memory, that is an [`Outcome`]. An error means that there was no replay,
+/// If ranks diverge or run out of memory, that is a [`ReplayOutcome`]. An error means that there was no replay,
 /// because the options are invalid ([`Error::is_invalid_argument`]) or threads could not be started.
-pub fn replay(trace: &Trace, options: &ReplayOptions) -> Result<Outcome> {
+pub fn replay(trace: &Trace, options: &ReplayOptions) -> Result<ReplayOutcome> {
     replay_with(trace, options, &|_| ())
 }
 
@@ -92,13 +92,13 @@ pub fn replay_with(
     trace: &Trace,
     options: &ReplayOptions,
     progress: &(dyn Fn(u64) + Sync),
-) -> Result<Outcome> {
+) -> Result<ReplayOutcome> {
     options.validate(trace.ops().len() as u64)?;
     let reports = on_threads(trace, options, progress)?;
     let slowest = reports.iter().map(|report| report.elapsed).max().unwrap_or_default();
     let events = reports.iter().map(|report| report.events).max().unwrap_or(0);
     let most = |of: fn(&ReplayReport) -> u64| reports.iter().map(of).max().unwrap_or(0);
-    Ok(Outcome {
+    Ok(ReplayOutcome {
         ranks: options.ranks,
         events,
         digests_equal: reports.iter().all(|report| report.state == reports[0].state),

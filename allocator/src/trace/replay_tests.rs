@@ -12,13 +12,13 @@ fn open(name: &str) -> Trace {
     Trace::open(format!("{folder}/{name}.csv.gz")).expect("a trace of this repository")
 }
 
-fn play(trace: &Trace, options: &ReplayOptions) -> Outcome {
+fn play(trace: &Trace, options: &ReplayOptions) -> ReplayOutcome {
     let outcome = replay(trace, options).expect("the options make sense");
     assert_eq!(outcome.ranks, options.ranks);
     outcome
 }
 
-fn play_well(trace: &Trace, options: &ReplayOptions) -> Outcome {
+fn play_well(trace: &Trace, options: &ReplayOptions) -> ReplayOutcome {
     let outcome = play(trace, options);
     assert!(outcome.error.is_none(), "{:?}", outcome.error);
     assert!(outcome.digests_equal);
@@ -86,12 +86,12 @@ fn hundreds_of_ranks() {
 
 /// A replay on two lanes alone, of which one leaves out an operation. It finds where they diverge independently of
 /// pools, commits and searches.
-struct Oracle {
+struct ReplayOracle {
     lane: LaneState,
     blocks: Vec<Option<BlockKey>>,
 }
 
-impl Oracle {
+impl ReplayOracle {
     fn new(trace: &Trace) -> Self {
         let config = ReplayOptions::new(2).lane();
         let lane = LaneState::new(config, 1 << 39, 2 << 20).expect("a valid configuration");
@@ -142,7 +142,7 @@ impl Oracle {
 
 /// The first event that differs when one rank leaves out operation `skip`, if any does.
 fn expected_counter(trace: &Trace, skip: usize) -> Option<u64> {
-    let (mut all, mut less) = (Oracle::new(trace), Oracle::new(trace));
+    let (mut all, mut less) = (ReplayOracle::new(trace), ReplayOracle::new(trace));
     for (at, op) in trace.ops().iter().chain([&TraceOp::Commit]).enumerate() {
         all.step(*op);
         if at != skip {

@@ -9,7 +9,7 @@ use symmpool_allocator::driver::{
 use symmpool_allocator::lane::LaneConfig;
 use symmpool_allocator::{Driver, Error, Group, Pool, PoolBuilder, Result};
 
-use crate::ranks::{Memory, each, ranks, same_error};
+use crate::ranks::{HandlePath, each, ranks, same_error};
 
 const WORLD: u32 = 3;
 
@@ -29,7 +29,7 @@ enum At {
 }
 
 /// The driver of a rank. On the failing rank it runs out of memory as planned.
-fn driver(memory: Memory, rank: u32, at: At) -> FaultDriver {
+fn driver(memory: HandlePath, rank: u32, at: At) -> FaultDriver {
     let inner = memory.driver(u64::from(rank));
     let failure = FaultAction::Fail(Error::out_of_memory("none left, as planned"));
     let plan = match at {
@@ -50,7 +50,7 @@ fn mappings(counts: &CallCounts) -> u64 {
 }
 
 /// A failure in the second commit, which is then repeated.
-fn fails_in_the_second_commit(memory: Memory, at: At) {
+fn fails_in_the_second_commit(memory: HandlePath, at: At) {
     let errors = ranks(WORLD, |group| {
         let rank = group.rank();
         let driver = driver(memory, rank, at);
@@ -89,7 +89,7 @@ fn a_failed_step_of_a_commit_is_everyones_error_and_is_undone() {
         .into_iter()
         .filter(|step| (Step::CommitPublish..Step::CommitFinish).contains(step));
     for step in steps {
-        each(Memory::ALL, |memory| fails_in_the_second_commit(memory, At::Step(step, 2)));
+        each(HandlePath::ALL, |memory| fails_in_the_second_commit(memory, At::Step(step, 2)));
     }
 }
 
@@ -102,10 +102,10 @@ fn a_failed_call_of_a_commit_is_everyones_error_and_is_undone() {
         .into_iter()
         .chain([At::DriverCall(DriverCall::Map, 5), At::DriverCall(DriverCall::Map, 6)])
     {
-        each(Memory::ALL, |memory| fails_in_the_second_commit(memory, at));
+        each(HandlePath::ALL, |memory| fails_in_the_second_commit(memory, at));
     }
     // The simulated driver makes no handles.
-    for memory in [Memory::Host, Memory::Bytes] {
+    for memory in [HandlePath::Host, HandlePath::Bytes] {
         fails_in_the_second_commit(memory, At::DriverCall(DriverCall::Export, 2));
     }
 }
@@ -115,7 +115,7 @@ fn a_rank_that_cannot_finish_a_commit_reports_it_at_the_next() {
     // Without growth the commit ends with the agreement: a later failure concerns only this rank.
     for (step, grows) in [(Step::CommitFinish, true), (Step::CommitAgree, false)] {
         let errors = ranks(WORLD, |group| {
-            let driver = driver(Memory::Host, group.rank(), At::Step(step, 2));
+            let driver = driver(HandlePath::Host, group.rank(), At::Step(step, 2));
             let pool = build(&group, &driver).unwrap();
             let _block = pool.alloc::<u8>(MIB).unwrap();
             pool.commit().unwrap();
@@ -147,7 +147,7 @@ fn a_failed_step_of_the_handshake_is_everyones_error_and_the_next_pool_is_made()
         .into_iter()
         .chain([At::DriverCall(DriverCall::Reserve, 1)]);
     for at in points {
-        each(Memory::ALL, |memory| {
+        each(HandlePath::ALL, |memory| {
             let errors = ranks(WORLD, |group| {
                 let driver = driver(memory, group.rank(), at);
                 let error = build(&group, &driver).expect_err("one rank failed");
@@ -168,7 +168,7 @@ fn a_failed_step_of_the_handshake_is_everyones_error_and_the_next_pool_is_made()
 fn an_allocation_that_fails_on_one_rank_is_reported_to_all_and_can_be_repeated() {
     // D6: a growth that fails is not part of the rank's sequence.
     for at in [At::DriverCall(DriverCall::Create, 2), At::DriverCall(DriverCall::Map, 4)] {
-        each(Memory::ALL, |memory| {
+        each(HandlePath::ALL, |memory| {
             let errors = ranks(WORLD, |group| {
                 let failing = group.rank() == FAILING;
                 let driver = driver(memory, group.rank(), at);

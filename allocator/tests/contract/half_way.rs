@@ -10,7 +10,7 @@ use symmpool_allocator::driver::{DriverCall, FaultAction, FaultDriver, FaultPlan
 use symmpool_allocator::store::{Gathered, MemoryStore, Store};
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result, Stream};
 
-use crate::ranks::{Memory, PATIENCE, each, same_error};
+use crate::ranks::{HandlePath, PATIENCE, each, same_error};
 
 const MIB: usize = 1 << 20;
 
@@ -24,19 +24,19 @@ enum When {
 }
 
 /// A store that returns an error to its rank in one gather.
-struct Failing {
+struct FailingDriver {
     inner: MemoryStore,
     /// Name of the gather that fails, and when.
     next: Mutex<Option<(&'static str, When)>>,
 }
 
-impl Failing {
+impl FailingDriver {
     fn fail_in(&self, what: &'static str, when: When) {
         *self.next.lock().unwrap() = Some((what, when));
     }
 }
 
-impl Store for Failing {
+impl Store for FailingDriver {
     fn set(&self, key: &str, value: &[u8], deadline: Deadline) -> Result<()> {
         self.inner.set(key, value, deadline)
     }
@@ -77,23 +77,26 @@ impl Store for Failing {
 }
 
 /// Runs `body` as two ranks, with stores that can be made to fail.
-fn two_ranks<R: Send>(timeout: Duration, body: impl Fn(&Failing, Group) -> R + Sync) -> Vec<R> {
+fn two_ranks<R: Send>(
+    timeout: Duration,
+    body: impl Fn(&FailingDriver, Group) -> R + Sync,
+) -> Vec<R> {
     let store = MemoryStore::new();
     each(0..2, |rank| {
-        let store = Arc::new(Failing { inner: store.clone(), next: Mutex::new(None) });
+        let store = Arc::new(FailingDriver { inner: store.clone(), next: Mutex::new(None) });
         let group = Group::new(rank, 2, store.clone()).unwrap().with_timeout(timeout);
         body(&store, group)
     })
 }
 
-fn build(group: Group, memory: Memory) -> Pool {
+fn build(group: Group, memory: HandlePath) -> Pool {
     let driver = memory.driver(u64::from(group.rank()));
     Pool::builder(group).driver(driver).stride(1 << 32).build().unwrap()
 }
 
 #[test]
 fn a_store_that_fails_one_rank_after_the_others_agreed_is_named_by_all_from_then_on() {
-    for memory in [Memory::Sim, Memory::Bytes] {
+    for memory in [HandlePath::Sim, HandlePath::Bytes] {
         for what in ["propose", "mapped"] {
             let errors = two_ranks(PATIENCE, |store, group| {
                 let rank = group.rank();
@@ -132,7 +135,7 @@ fn a_store_that_fails_one_rank_after_the_others_agreed_is_named_by_all_from_then
 fn a_store_that_fails_one_rank_while_handles_are_exchanged_is_an_error_of_all_and_passes() {
     let errors = two_ranks(PATIENCE, |store, group| {
         let rank = group.rank();
-        let pool = build(group, Memory::Bytes);
+        let pool = build(group, HandlePath::Bytes);
         let block = pool.alloc::<u8>(MIB).unwrap();
         if rank == 1 {
             store.fail_in("handles", When::After);
@@ -157,7 +160,7 @@ fn a_store_that_fails_one_rank_in_a_resync_is_named_by_all_from_then_on() {
         let differs = what == "holdings";
         let errors = two_ranks(PATIENCE, |store, group| {
             let rank = group.rank();
-            let pool = build(group, Memory::Sim);
+            let pool = build(group, HandlePath::Sim);
             let odd = usize::from(differs && rank == 1);
             drop(pool.alloc::<u8>(MIB * (1 + odd)).unwrap());
             assert_eq!(pool.commit().is_err(), differs);
@@ -185,7 +188,7 @@ fn a_rank_whose_store_failed_before_the_others_received_its_value_names_nobody_e
     let short = Duration::from_millis(400);
     let errors = two_ranks(short, |store, group| {
         let rank = group.rank();
-        let pool = build(group, Memory::Sim);
+        let pool = build(group, HandlePath::Sim);
         let _block = pool.alloc::<u8>(MIB).unwrap();
         if rank == 1 {
             store.fail_in("mapped", When::Before);
@@ -230,7 +233,7 @@ fn panicked<R>(body: impl FnOnce() -> R) -> bool {
 
 #[test]
 fn a_lane_in_which_a_call_panicked_refuses_all_calls_and_every_rank_learns_of_it() {
-    for memory in Memory::ALL {
+    for memory in HandlePath::ALL {
         let errors = quietly(|| {
             crate::ranks::ranks(2, |group| {
                 let rank = group.rank();

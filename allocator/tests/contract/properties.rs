@@ -11,7 +11,7 @@ use crate::ranks::ranks;
 
 /// One step of a program that all ranks run.
 #[derive(Clone, Copy, Debug)]
-enum TraceOp {
+enum ProgramStep {
     /// Elements, lane, stream.
     Alloc(usize, usize, u64),
     /// Frees the nth live block, in order.
@@ -26,23 +26,23 @@ enum TraceOp {
     Commit,
 }
 
-fn op(largest: usize) -> impl Strategy<Value = TraceOp> {
+fn op(largest: usize) -> impl Strategy<Value = ProgramStep> {
     prop_oneof![
-        8 => (0..largest, 0..2usize, 0..3u64).prop_map(|(n, lane, on)| TraceOp::Alloc(n, lane, on)),
-        2 => (1..200usize, 0..2usize, 0..3u64).prop_map(|(n, lane, on)| TraceOp::Alloc(n, lane, on)),
-        5 => any::<usize>().prop_map(TraceOp::Free),
-        4 => any::<usize>().prop_map(TraceOp::Forget),
-        1 => (any::<usize>(), 0..3u64).prop_map(|(n, on)| TraceOp::Record(n, on)),
+        8 => (0..largest, 0..2usize, 0..3u64).prop_map(|(n, lane, on)| ProgramStep::Alloc(n, lane, on)),
+        2 => (1..200usize, 0..2usize, 0..3u64).prop_map(|(n, lane, on)| ProgramStep::Alloc(n, lane, on)),
+        5 => any::<usize>().prop_map(ProgramStep::Free),
+        4 => any::<usize>().prop_map(ProgramStep::Forget),
+        1 => (any::<usize>(), 0..3u64).prop_map(|(n, on)| ProgramStep::Record(n, on)),
         1 => (0..16u64 << 20, 0..2usize, 0..3u64)
-            .prop_map(|(n, lane, on)| TraceOp::Reserve(n, lane, on)),
-        2 => (0..2usize).prop_map(TraceOp::Trim),
-        3 => Just(TraceOp::Commit),
+            .prop_map(|(n, lane, on)| ProgramStep::Reserve(n, lane, on)),
+        2 => (0..2usize).prop_map(ProgramStep::Trim),
+        3 => Just(ProgramStep::Commit),
     ]
 }
 
 /// Results that must be equal on all ranks.
 #[derive(Debug, Default, PartialEq)]
-struct Trace {
+struct ProgramTrace {
     /// Counter and offset of each allocation.
     placed: Vec<(u64, u64)>,
     /// Bytes of each trim.
@@ -61,7 +61,7 @@ struct Runner {
     forgotten: Vec<Block<u64>>,
     /// State of the random numbers that decide when. It differs from rank to rank.
     random: u64,
-    trace: Trace,
+    trace: ProgramTrace,
 }
 
 /// How many live blocks a program has at most. Beyond that the oldest is freed in order.
@@ -78,7 +78,7 @@ impl Runner {
             .build()
             .unwrap();
         let (live, forgotten) = (Vec::new(), Vec::new());
-        Self { pool, checked, live, forgotten, random, trace: Trace::default() }
+        Self { pool, checked, live, forgotten, random, trace: ProgramTrace::default() }
     }
 
     fn random(&mut self, below: usize) -> usize {
@@ -86,7 +86,7 @@ impl Runner {
         (self.random >> 33) as usize % below
     }
 
-    fn run(mut self, program: &[TraceOp]) -> Trace {
+    fn run(mut self, program: &[ProgramStep]) -> ProgramTrace {
         for &op in program {
             self.step(op);
             // Sometimes the garbage collector runs.
@@ -94,10 +94,10 @@ impl Runner {
                 self.collect(2);
             }
         }
-        self.step(TraceOp::Commit);
+        self.step(ProgramStep::Commit);
         // Now all ranks free all forgotten blocks, each in its own order (D5).
         self.collect(usize::MAX);
-        self.step(TraceOp::Commit);
+        self.step(ProgramStep::Commit);
         assert_eq!(
             self.pool.stats().unwrap().lanes.iter().map(|(_, lane)| lane.deferred).sum::<u64>(),
             0
@@ -106,22 +106,22 @@ impl Runner {
             block.free().unwrap();
         }
         for lane in 0..2 {
-            self.step(TraceOp::Trim(lane));
+            self.step(ProgramStep::Trim(lane));
         }
-        self.step(TraceOp::Commit);
+        self.step(ProgramStep::Commit);
         assert_eq!(self.pool.stats().unwrap().allocated(), 0);
         assert_eq!(self.pool.stats().unwrap().reserved(), 0, "everything was trimmed");
         assert_eq!(self.pool.windows().list(), []);
         // Memory that was given back can be allocated again.
-        self.step(TraceOp::Alloc(1000, 0, 0));
-        self.step(TraceOp::Commit);
+        self.step(ProgramStep::Alloc(1000, 0, 0));
+        self.step(ProgramStep::Commit);
         self.trace
     }
 
-    fn step(&mut self, op: TraceOp) {
+    fn step(&mut self, op: ProgramStep) {
         let lane = |at: usize| self.pool.lanes().nth(at).unwrap();
         match op {
-            TraceOp::Alloc(count, at, on) => {
+            ProgramStep::Alloc(count, at, on) => {
                 let block = lane(at).alloc_on::<u64>(count, Stream::numbered(on)).unwrap();
                 self.trace.placed.push((block.counter(), block.offset()));
                 if self.checked {
@@ -132,29 +132,29 @@ impl Runner {
                     self.live.remove(0).free().unwrap();
                 }
             }
-            TraceOp::Free(nth) => {
+            ProgramStep::Free(nth) => {
                 if let Some(block) = self.take(nth) {
                     block.free().unwrap();
                 }
             }
-            TraceOp::Forget(nth) => {
+            ProgramStep::Forget(nth) => {
                 let block = self.take(nth);
                 self.forgotten.extend(block);
             }
-            TraceOp::Record(nth, on) => {
+            ProgramStep::Record(nth, on) => {
                 if !self.live.is_empty() {
                     let block = &self.live[nth % self.live.len()];
                     block.record_stream(Stream::numbered(on)).unwrap();
                 }
             }
-            TraceOp::Reserve(bytes, at, on) => {
+            ProgramStep::Reserve(bytes, at, on) => {
                 lane(at).reserve_on(bytes, Stream::numbered(on)).unwrap();
             }
-            TraceOp::Trim(at) => {
+            ProgramStep::Trim(at) => {
                 let bytes = lane(at).trim().unwrap();
                 self.trace.trimmed.push(bytes);
             }
-            TraceOp::Commit => self.commit(),
+            ProgramStep::Commit => self.commit(),
         }
     }
 

@@ -32,7 +32,7 @@ pub(crate) fn same_error(errors: Vec<Error>) -> Error {
 
 /// The three ways in which handles get to peers.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Memory {
+pub(crate) enum HandlePath {
     /// Memory files, whose descriptors are sent over Unix sockets.
     Host,
     /// Addresses without memory; handles are bytes that go through the store.
@@ -41,7 +41,7 @@ pub(crate) enum Memory {
     Sim,
 }
 
-impl Memory {
+impl HandlePath {
     pub(crate) const ALL: [Self; 3] = [Self::Host, Self::Bytes, Self::Sim];
 
     pub(crate) fn driver(self, seed: u64) -> Driver {

@@ -9,7 +9,7 @@ use symmpool_allocator::store::tcp::{Secret, TcpOptions};
 use symmpool_allocator::store::{MAX_VALUE, MemoryStore, Store, TcpServer, TcpStore};
 use symmpool_allocator::{Deadline, Driver, Error, Group, Pool};
 
-use crate::ranks::{Memory, PATIENCE, each, ranks, same_error};
+use crate::ranks::{HandlePath, PATIENCE, each, ranks, same_error};
 
 /// Builds a pool whose settings differ on rank 1; returns the error that all ranks get.
 fn rank_1_differs(
@@ -92,7 +92,7 @@ fn invalid_settings_of_one_rank_are_reported_to_all() {
 #[test]
 fn kinds_of_memory_are_compared() {
     let error = same_error(ranks(3, |group| {
-        let memory = if group.rank() == 2 { Memory::Host } else { Memory::Sim };
+        let memory = if group.rank() == 2 { HandlePath::Host } else { HandlePath::Sim };
         Pool::builder(group).driver(memory.driver(1)).stride(1 << 32).build().unwrap_err()
     }));
     assert!(error.is_diverged(), "{error}");

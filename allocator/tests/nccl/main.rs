@@ -15,7 +15,7 @@ const WORLD: u32 = 2;
 const MIB: usize = 1 << 20;
 
 #[repr(C)]
-struct Comm {
+struct FakeNcclComm {
     rank: c_int,
     count: c_int,
     state: c_int,
@@ -23,7 +23,7 @@ struct Comm {
 
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct DriverCall {
+struct FakeNcclCall {
     rank: c_int,
     what: u8,
     address: u64,
@@ -71,9 +71,9 @@ impl Fake {
     /// The calls of a rank, in order: '+' (register) or '-' (deregister), the offset in its slot, and the length.
     fn calls(&self, pools: &[Pool], rank: u32) -> Vec<(char, u64, usize)> {
         // SAFETY: the function has this type.
-        let calls: Symbol<extern "C" fn(*mut DriverCall, c_int) -> c_int> =
+        let calls: Symbol<extern "C" fn(*mut FakeNcclCall, c_int) -> c_int> =
             unsafe { self.library.get(b"fake_calls") }.expect("fake_calls");
-        let mut all = vec![DriverCall { rank: 0, what: 0, address: 0, bytes: 0 }; 4096];
+        let mut all = vec![FakeNcclCall { rank: 0, what: 0, address: 0, bytes: 0 }; 4096];
         let made = calls(all.as_mut_ptr(), 4096);
         all.truncate(made as usize);
         let layout = pools[rank as usize].layout();
@@ -88,8 +88,8 @@ impl Fake {
     }
 }
 
-fn comms() -> Vec<Comm> {
-    (0..WORLD as c_int).map(|rank| Comm { rank, count: WORLD as c_int, state: 0 }).collect()
+fn comms() -> Vec<FakeNcclComm> {
+    (0..WORLD as c_int).map(|rank| FakeNcclComm { rank, count: WORLD as c_int, state: 0 }).collect()
 }
 
 fn pools(policy: WindowPolicy) -> Vec<Pool> {
@@ -121,13 +121,13 @@ fn each<R: Send>(pools: &[Pool], body: impl Fn(&Pool, u32) -> R + Sync) -> Vec<R
     on_each(pools, |pool| body(pool, pool.rank()))
 }
 
-fn register(pools: &[Pool], comms: &[Comm]) -> Vec<Result<u64>> {
+fn register(pools: &[Pool], comms: &[FakeNcclComm]) -> Vec<Result<u64>> {
     let addresses: Vec<usize> = comms.iter().map(|c| std::ptr::from_ref(c) as usize).collect();
     // SAFETY: communicators of the fake library, which outlive the call and the use of the pools.
     each(pools, |pool, rank| unsafe { pool.register_nccl(addresses[rank as usize]) })
 }
 
-fn unregister(pools: &[Pool], comms: &[Comm]) -> Vec<Result<()>> {
+fn unregister(pools: &[Pool], comms: &[FakeNcclComm]) -> Vec<Result<()>> {
     let addresses: Vec<usize> = comms.iter().map(|c| std::ptr::from_ref(c) as usize).collect();
     each(pools, |pool, rank| pool.unregister_nccl(addresses[rank as usize]))
 }

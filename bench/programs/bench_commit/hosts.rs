@@ -3,15 +3,15 @@
 use serde_json::{Value, json};
 use symmpool_allocator::Deadline;
 
-use crate::Options;
+use crate::CommitBenchOptions;
 use crate::launch;
 
 /// Round trips of the store that a commit over hosts may take beyond one of a single host.
 const TRIPS: f64 = 2.0;
 
 /// Measures both, and prints for each kind of commit whether the bar is met.
-pub(crate) fn compare(options: &Options, deadline: Deadline) -> Result<Value, String> {
-    let one = launch::run(&Options { hosts: 1, ..options.clone() }, deadline)?;
+pub(crate) fn compare(options: &CommitBenchOptions, deadline: Deadline) -> Result<Value, String> {
+    let one = launch::run(&CommitBenchOptions { hosts: 1, ..options.clone() }, deadline)?;
     println!();
     let several = launch::run(options, deadline)?;
     println!("\n{} hosts, beside one and {TRIPS} round trips of the store", options.hosts);

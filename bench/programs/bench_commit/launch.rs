@@ -9,7 +9,7 @@ use symmpool_allocator::Deadline;
 use symmpool_allocator::store::TcpServer;
 use symmpool_allocator::store::tcp::TcpOptions;
 
-use crate::Options;
+use crate::CommitBenchOptions;
 use crate::figures::median;
 use crate::rank::Scenario;
 use crate::summary::{by_rank, slowest};
@@ -27,7 +27,7 @@ impl Drop for Ranks {
     }
 }
 
-pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String> {
+pub(crate) fn run(options: &CommitBenchOptions, deadline: Deadline) -> Result<Value, String> {
     let server = TcpServer::bind("127.0.0.1:0", TcpOptions::default());
     let server = server.map_err(|error| error.to_string())?;
     let reports = collect(options, &server.local_addr().to_string(), deadline)?;
@@ -93,7 +93,11 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Result<Value, String
 }
 
 /// Starts the ranks and waits for their reports; returns them in rank order.
-fn collect(options: &Options, address: &str, deadline: Deadline) -> Result<Vec<Value>, String> {
+fn collect(
+    options: &CommitBenchOptions,
+    address: &str,
+    deadline: Deadline,
+) -> Result<Vec<Value>, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let (sender, receiver) = mpsc::channel();
     let mut ranks = Ranks(Vec::new());

@@ -41,7 +41,7 @@ bench_commit [--ranks N] [--driver host|cuda] [--repeats N] [--hosts N]
 
 /// The command line's options.
 #[derive(Clone)]
-pub(crate) struct Options {
+pub(crate) struct CommitBenchOptions {
     ranks: u32,
     cuda: bool,
     repeats: usize,
@@ -54,7 +54,7 @@ pub(crate) struct Options {
     child: Option<(u32, String)>,
 }
 
-impl Options {
+impl CommitBenchOptions {
     fn parse(mut arguments: impl Iterator<Item = String>) -> Result<Option<Self>, String> {
         let mut options = Self {
             ranks: 4,
@@ -110,7 +110,7 @@ fn number<T: std::str::FromStr>(name: &str, text: &str) -> Result<T, String> {
 }
 
 fn main() -> ExitCode {
-    let options = match Options::parse(std::env::args().skip(1)) {
+    let options = match CommitBenchOptions::parse(std::env::args().skip(1)) {
         Ok(Some(options)) => options,
         Ok(None) => {
             print!("{HELP}");
@@ -130,7 +130,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(options: &Options) -> Result<(), String> {
+fn run(options: &CommitBenchOptions) -> Result<(), String> {
     let deadline = Deadline::after(options.timeout);
     if let Some((rank, address)) = &options.child {
         let report = rank::run(*rank, address, options, deadline);

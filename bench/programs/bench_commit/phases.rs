@@ -25,7 +25,7 @@ pub(crate) const PHASES: [&str; 6] = [
 
 /// The part of a round that is under way.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Part {
+pub(crate) enum RoundPart {
     Allocate,
     Commit,
     GiveBack,
@@ -33,7 +33,7 @@ pub(crate) enum Part {
 
 /// Calls that are timed. `Map` includes enabling access.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum DriverCall {
+enum TimedCall {
     Create,
     Export,
     Import,
@@ -42,24 +42,24 @@ enum DriverCall {
     Release,
 }
 
-const CALLS: [DriverCall; 6] = [
-    DriverCall::Create,
-    DriverCall::Export,
-    DriverCall::Import,
-    DriverCall::Map,
-    DriverCall::Unmap,
-    DriverCall::Release,
+const CALLS: [TimedCall; 6] = [
+    TimedCall::Create,
+    TimedCall::Export,
+    TimedCall::Import,
+    TimedCall::Map,
+    TimedCall::Unmap,
+    TimedCall::Release,
 ];
 
 struct Noted {
-    part: Part,
-    call: DriverCall,
+    part: RoundPart,
+    call: TimedCall,
     took: Duration,
 }
 
 /// Steps of the part that began at `began`, and the measurements of all commits so far.
 struct Notes {
-    part: Part,
+    part: RoundPart,
     began: Instant,
     steps: Vec<(Step, Instant)>,
     calls: Vec<Noted>,
@@ -72,7 +72,7 @@ struct Notes {
 impl Notes {
     fn new() -> Self {
         Self {
-            part: Part::Allocate,
+            part: RoundPart::Allocate,
             began: Instant::now(),
             steps: Vec::new(),
             calls: Vec::new(),
@@ -100,7 +100,7 @@ impl Notes {
     }
 }
 
-/// Collects what a [`Watched`] driver records. Clones share their contents.
+/// Collects what a [`RecordedDriver`] driver records. Clones share their contents.
 #[derive(Clone)]
 pub(crate) struct Notebook(Arc<Mutex<Notes>>);
 
@@ -115,11 +115,11 @@ impl Notebook {
     }
 
     /// Notes that `part` begins now.
-    pub(crate) fn begin(&self, part: Part) {
+    pub(crate) fn begin(&self, part: RoundPart) {
         self.with(|notes| {
             notes.part = part;
             notes.steps.clear();
-            if part == Part::Commit {
+            if part == RoundPart::Commit {
                 let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
                 notes.begins.push(u64::try_from(now.as_nanos()).unwrap_or(u64::MAX));
             }
@@ -154,9 +154,11 @@ impl Notebook {
 /// For each kind of call in each part: how many calls per commit, and how long they take.
 fn calls(notes: &Notes) -> Vec<Value> {
     let mut all = Vec::new();
-    for (part, before) in
-        [(Part::Allocate, "allocate: "), (Part::Commit, ""), (Part::GiveBack, "give back: ")]
-    {
+    for (part, before) in [
+        (RoundPart::Allocate, "allocate: "),
+        (RoundPart::Commit, ""),
+        (RoundPart::GiveBack, "give back: "),
+    ] {
         for call in CALLS {
             let these = notes.calls.iter().filter(|noted| (noted.part, noted.call) == (part, call));
             let times: Vec<f64> = these.map(|noted| micros(noted.took)).collect();
@@ -173,13 +175,13 @@ fn calls(notes: &Notes) -> Vec<Value> {
 }
 
 /// A driver whose steps and calls are recorded.
-pub(crate) struct Watched {
+pub(crate) struct RecordedDriver {
     pub(crate) inner: Driver,
     pub(crate) notes: Notebook,
 }
 
-impl Watched {
-    fn timed<T>(&self, call: DriverCall, make: impl FnOnce(&Driver) -> T) -> T {
+impl RecordedDriver {
+    fn timed<T>(&self, call: TimedCall, make: impl FnOnce(&Driver) -> T) -> T {
         let began = Instant::now();
         let made = make(&self.inner);
         let took = began.elapsed();
@@ -192,25 +194,25 @@ impl Watched {
 }
 
 // SAFETY: every call is forwarded to the wrapped driver, with the same values.
-unsafe impl DriverWrapper for Watched {
+unsafe impl DriverWrapper for RecordedDriver {
     fn inner(&self) -> &dyn MemoryDriver {
         &*self.inner
     }
 
     fn create(&self, bytes: u64) -> Result<Physical> {
-        self.timed(DriverCall::Create, |inner| inner.create(bytes))
+        self.timed(TimedCall::Create, |inner| inner.create(bytes))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
-        self.timed(DriverCall::Export, |inner| inner.export(physical))
+        self.timed(TimedCall::Export, |inner| inner.export(physical))
     }
 
     fn import(&self, exported: Exported, bytes: u64) -> Result<Physical> {
-        self.timed(DriverCall::Import, |inner| inner.import(exported, bytes))
+        self.timed(TimedCall::Import, |inner| inner.import(exported, bytes))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {
-        self.timed(DriverCall::Map, |inner| inner.map(reservation, offset, physical))
+        self.timed(TimedCall::Map, |inner| inner.map(reservation, offset, physical))
     }
 
     fn map_all(
@@ -219,15 +221,15 @@ unsafe impl DriverWrapper for Watched {
         offset: u64,
         physicals: &[Physical],
     ) -> Result<()> {
-        self.timed(DriverCall::Map, |inner| inner.map_all(reservation, offset, physicals))
+        self.timed(TimedCall::Map, |inner| inner.map_all(reservation, offset, physicals))
     }
 
     fn unmap(&self, reservation: &Reservation, offset: u64, bytes: u64) -> Result<()> {
-        self.timed(DriverCall::Unmap, |inner| inner.unmap(reservation, offset, bytes))
+        self.timed(TimedCall::Unmap, |inner| inner.unmap(reservation, offset, bytes))
     }
 
     fn release(&self, physical: Physical) -> Result<()> {
-        self.timed(DriverCall::Release, |inner| inner.release(physical))
+        self.timed(TimedCall::Release, |inner| inner.release(physical))
     }
 
     fn at_step(&self, step: Step) -> Result<()> {

@@ -11,9 +11,9 @@ use symmpool_allocator::store::TcpStore;
 use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::{Block, Deadline, Driver, Error, Group, Lane, Pool, PoolBuilder, Result};
 
-use crate::Options;
+use crate::CommitBenchOptions;
 use crate::figures::micros;
-use crate::phases::{Notebook, Part, Watched};
+use crate::phases::{Notebook, RecordedDriver, RoundPart};
 
 const MIB: u64 = 1 << 20;
 
@@ -112,7 +112,7 @@ const SCENARIOS: [Scenario; 5] = [
 pub(crate) fn run(
     rank: u32,
     address: &str,
-    options: &Options,
+    options: &CommitBenchOptions,
     deadline: Deadline,
 ) -> Result<Value> {
     let notes = Notebook::new();
@@ -140,7 +140,7 @@ pub(crate) fn run(
 }
 
 /// The driver of this rank: for host memory, or for a device.
-fn driver(group: &Group, options: &Options, populate: bool) -> Result<Driver> {
+fn driver(group: &Group, options: &CommitBenchOptions, populate: bool) -> Result<Driver> {
     if options.cuda {
         return Driver::cuda(group.rank() % CudaDriver::device_count()?.max(1));
     }
@@ -151,11 +151,11 @@ fn driver(group: &Group, options: &Options, populate: bool) -> Result<Driver> {
 fn measure(
     group: &Group,
     scenario: &Scenario,
-    options: &Options,
+    options: &CommitBenchOptions,
     notes: &Notebook,
 ) -> Result<Value> {
     let inner = driver(group, options, scenario.populate)?;
-    let watched = Watched { inner, notes: notes.clone() };
+    let watched = RecordedDriver { inner, notes: notes.clone() };
     let lanes = (0..scenario.lanes)
         .map(|lane| LaneConfig::symmetric(format!("lane {lane}")).window_policy(scenario.policy));
     let builder = Pool::builder(group.clone())
@@ -174,13 +174,13 @@ fn measure(
         if round <= 1 {
             notes.forget();
         }
-        notes.begin(Part::Allocate);
+        notes.begin(RoundPart::Allocate);
         let began = Instant::now();
         let blocks = fill(&lanes, scenario)?;
         allocs.push(micros(began.elapsed()));
         start.all_gather("commit", b"", group.deadline())?;
         let before = pool.stats()?.store;
-        notes.begin(Part::Commit);
+        notes.begin(RoundPart::Commit);
         let began = Instant::now();
         let report = pool.commit()?;
         commits.push(micros(began.elapsed()));
@@ -202,7 +202,7 @@ fn measure(
             lane.trim()?;
         }
         start.all_gather("release", b"", group.deadline())?;
-        notes.begin(Part::GiveBack);
+        notes.begin(RoundPart::GiveBack);
         let began = Instant::now();
         pool.commit()?;
         releases.push(micros(began.elapsed()));
@@ -222,7 +222,7 @@ fn fill(lanes: &[Lane], scenario: &Scenario) -> Result<Vec<Block<u8>>> {
 }
 
 /// Microseconds of round trips of the store in which all ranks take part: the steps of which commits over hosts are made.
-fn store_gathers(group: &Group, options: &Options) -> Result<Vec<f64>> {
+fn store_gathers(group: &Group, options: &CommitBenchOptions) -> Result<Vec<f64>> {
     let start = group.child("trips");
     let mut times = Vec::new();
     for trip in 0..=options.repeats {
@@ -238,7 +238,7 @@ fn store_gathers(group: &Group, options: &Options) -> Result<Vec<f64>> {
 
 /// Times of the check whether a commit is due when none is, in nanoseconds, and of commits without new memory,
 /// in microseconds.
-fn nothing_due(group: &Group, options: &Options) -> Result<(f64, Vec<f64>)> {
+fn nothing_due(group: &Group, options: &CommitBenchOptions) -> Result<(f64, Vec<f64>)> {
     let driver = driver(group, options, true)?;
     let pool = Pool::builder(group.clone()).driver(driver).allow_shared_device().build()?;
     let _block = pool.alloc::<u8>(1)?;

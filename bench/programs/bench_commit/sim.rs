@@ -12,7 +12,7 @@ use symmpool_allocator::{Deadline, Driver, Error, Group, Pool, Result};
 const STACK: usize = 256 << 10;
 
 /// Measurements of one rank in one commit.
-struct Seen {
+struct CommitCost {
     traffic: StoreTraffic,
     time: Duration,
 }
@@ -60,9 +60,9 @@ pub(crate) fn run(ranks: u32, deadline: Deadline) -> Result<Value, String> {
 }
 
 /// The measurements of each rank, and the time from the first rank's begin of the commit to the last one's end.
-fn world_of(world: u32, segments: u64, deadline: Deadline) -> Result<(Vec<Seen>, Duration)> {
+fn world_of(world: u32, segments: u64, deadline: Deadline) -> Result<(Vec<CommitCost>, Duration)> {
     let groups = Group::in_process(world)?;
-    let outcomes: Vec<Result<(Seen, Instant, Instant)>> = thread::scope(|scope| {
+    let outcomes: Vec<Result<(CommitCost, Instant, Instant)>> = thread::scope(|scope| {
         let mut threads = Vec::new();
         for group in groups {
             let group = group.with_timeout(deadline.remaining());
@@ -85,7 +85,11 @@ fn world_of(world: u32, segments: u64, deadline: Deadline) -> Result<(Vec<Seen>,
     Ok((seen.into_iter().map(|(seen, ..)| seen).collect(), total))
 }
 
-fn rank(group: &Group, segments: u64, deadline: Deadline) -> Result<(Seen, Instant, Instant)> {
+fn rank(
+    group: &Group,
+    segments: u64,
+    deadline: Deadline,
+) -> Result<(CommitCost, Instant, Instant)> {
     let driver = Driver::sim(u64::from(group.rank()));
     let lane = LaneConfig::symmetric("default").window_policy(WindowPolicy::PerSegment);
     let pool = Pool::builder(group.clone()).driver(driver).lane(lane).build()?;
@@ -110,5 +114,5 @@ fn rank(group: &Group, segments: u64, deadline: Deadline) -> Result<(Seen, Insta
         bytes_sent: after.bytes_sent - before.bytes_sent,
         bytes_received: after.bytes_received - before.bytes_received,
     };
-    Ok((Seen { traffic, time: ended - began }, began, ended))
+    Ok((CommitCost { traffic, time: ended - began }, began, ended))
 }

@@ -5,19 +5,19 @@ use std::str::FromStr;
 
 use clap::ValueEnum;
 
-use crate::matrix::Kind;
+use crate::matrix::MatrixKind;
 
 /// An operation that all libraries offer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 #[value(rename_all = "snake_case")]
-pub(crate) enum Op {
+pub(crate) enum BenchedOp {
     AllReduce,
     AllToAll,
     /// Parts have the sizes of a traffic matrix.
     AllToAllV,
 }
 
-impl Op {
+impl BenchedOp {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",
@@ -30,13 +30,13 @@ impl Op {
 /// One operation with one size. For all-reduce, the size is that of the input; for all-to-all, all that a rank sends,
 /// including to itself; with a traffic matrix, the average of that.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Case {
-    pub(crate) op: Op,
-    pub(crate) matrix: Option<Kind>,
+pub(crate) struct BenchCase {
+    pub(crate) op: BenchedOp,
+    pub(crate) matrix: Option<MatrixKind>,
     pub(crate) bytes: usize,
 }
 
-impl Case {
+impl BenchCase {
     /// The name of the operation, and of its matrix if it has one.
     pub(crate) fn name(&self) -> String {
         match self.matrix {
@@ -54,23 +54,23 @@ impl Case {
     }
 }
 
-impl fmt::Display for Case {
+impl fmt::Display for BenchCase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.name(), self.bytes)
     }
 }
 
-impl FromStr for Case {
+impl FromStr for BenchCase {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (op, bytes) = text.split_once(':').ok_or("a case is like all_reduce:1024")?;
         let (op, matrix) = match op.split_once('/') {
-            Some((op, kind)) => (op, Some(Kind::from_str(kind, false)?)),
+            Some((op, kind)) => (op, Some(MatrixKind::from_str(kind, false)?)),
             None => (op, None),
         };
-        let op = Op::from_str(op, false)?;
-        if (op == Op::AllToAllV) != matrix.is_some() {
+        let op = BenchedOp::from_str(op, false)?;
+        if (op == BenchedOp::AllToAllV) != matrix.is_some() {
             return Err(format!(
                 "{text:?}: all_to_all_v needs a matrix, and no other operation has one"
             ));
@@ -83,7 +83,7 @@ impl FromStr for Case {
 /// One result, written as `result <op> <bytes> <microseconds> <wrong elements>`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Figure {
-    pub(crate) case: Case,
+    pub(crate) case: BenchCase,
     pub(crate) us: f64,
     pub(crate) wrong: u64,
 }
@@ -99,7 +99,7 @@ impl Figure {
 
 impl fmt::Display for Figure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Case { bytes, .. } = self.case;
+        let BenchCase { bytes, .. } = self.case;
         write!(f, "result {} {bytes} {:.4} {}", self.case.name(), self.us, self.wrong)
     }
 }

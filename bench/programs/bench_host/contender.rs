@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::case::{Case, Figure};
-use crate::common::{End, Processes};
+use crate::case::{BenchCase, Figure};
+use crate::common::{EndOfLines, Processes};
 
 const MPI_SOURCE: &str = include_str!("peers/mpi.c");
 const GLOO_SOURCE: &str = include_str!("peers/gloo.py");
@@ -146,7 +146,7 @@ impl Contender {
     pub(crate) fn measure(
         &self,
         ranks: u32,
-        cases: &[Case],
+        cases: &[BenchCase],
         Effort { target, bind }: Effort,
         mut on_figure: impl FnMut(Figure),
     ) -> Result<(), String> {
@@ -194,11 +194,11 @@ impl Contender {
                         on_figure(figure);
                     }
                 }
-                Err(End::Done) => return Ok(()),
-                Err(End::Failed(process, status)) => {
+                Err(EndOfLines::Done) => return Ok(()),
+                Err(EndOfLines::Failed(process, status)) => {
                     return Err(format!("{}, process {process}: {status}", self.name));
                 }
-                Err(End::Late) => return Err(format!("{}: not done in time", self.name)),
+                Err(EndOfLines::Late) => return Err(format!("{}: not done in time", self.name)),
             }
         }
     }

@@ -25,10 +25,10 @@ use std::time::Duration;
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 
-use case::{Case, Op};
+use case::{BenchCase, BenchedOp};
 use common::say;
 use contender::{Contender, Effort, Workshop};
-use matrix::Kind;
+use matrix::MatrixKind;
 use table::Rounds;
 
 /// All-reduce and all-to-all in host memory, compared with the peers that this machine has.
@@ -42,10 +42,10 @@ struct Options {
     sizes: Vec<usize>,
     /// Operations.
     #[arg(long, value_delimiter = ',', default_values = ["all_reduce", "all_to_all"])]
-    op: Vec<Op>,
+    op: Vec<BenchedOp>,
     /// Matrices of all_to_all_v.
     #[arg(long, value_delimiter = ',', default_values = ["even", "zipf", "one-hot", "half-empty", "moe"])]
-    matrix: Vec<Kind>,
+    matrix: Vec<MatrixKind>,
     /// How often each contender is measured.
     #[arg(long, default_value_t = 5)]
     rounds: usize,
@@ -69,7 +69,7 @@ struct Options {
     role: Option<ours::Role>,
     /// The cases that the rank measures.
     #[arg(long, hide = true, value_delimiter = ',')]
-    cases: Vec<Case>,
+    cases: Vec<BenchCase>,
 }
 
 fn main() -> ExitCode {
@@ -185,15 +185,15 @@ fn check_place(file: &Path) -> Result<(), String> {
 /// Measures all rounds of all contenders, in turns. A peer that fails is left out from then on, with a message; if ours
 /// fails, that is an error.
 fn measure(options: &Options, contenders: &[Contender]) -> Result<Rounds, String> {
-    let cases: Vec<Case> = options
+    let cases: Vec<BenchCase> = options
         .op
         .iter()
         .flat_map(|op| match op {
-            Op::AllToAllV => options.matrix.iter().map(|kind| (*op, Some(*kind))).collect(),
-            Op::AllReduce | Op::AllToAll => vec![(*op, None)],
+            BenchedOp::AllToAllV => options.matrix.iter().map(|kind| (*op, Some(*kind))).collect(),
+            BenchedOp::AllReduce | BenchedOp::AllToAll => vec![(*op, None)],
         })
         .flat_map(|(op, matrix)| {
-            options.sizes.iter().map(move |bytes| Case { op, matrix, bytes: *bytes })
+            options.sizes.iter().map(move |bytes| BenchCase { op, matrix, bytes: *bytes })
         })
         .collect();
     let turns = options.rounds * options.ranks.len() * contenders.len();

@@ -13,7 +13,7 @@ const TOKENS: u64 = 4096;
 /// A kind of traffic matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 #[value(rename_all = "kebab-case")]
-pub(crate) enum Kind {
+pub(crate) enum MatrixKind {
     /// Every rank sends the same to every rank.
     Even,
     /// Every rank sends most to rank 0, half of that to rank 1, a third to rank 2, and so on.
@@ -26,7 +26,7 @@ pub(crate) enum Kind {
     Moe,
 }
 
-impl Kind {
+impl MatrixKind {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Even => "even",

@@ -6,9 +6,9 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use symmpool_allocator::{Deadline, Driver, Group, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, ReduceOp};
 
-use crate::case::{Case, Figure, Op};
+use crate::case::{BenchCase, BenchedOp, Figure};
 use crate::common::{data, say, sum, value};
-use crate::matrix::Kind;
+use crate::matrix::MatrixKind;
 
 const STREAM: &Stream = &Stream::DEFAULT;
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -37,16 +37,18 @@ pub(crate) fn bind() {
 }
 
 /// Runs a rank, which the environment describes. Rank 0 prints the results.
-pub(crate) fn run(role: Role, cases: &[Case], target: Duration) -> Result<()> {
+pub(crate) fn run(role: Role, cases: &[BenchCase], target: Duration) -> Result<()> {
     let group = Group::from_env(Deadline::after(TIMEOUT))?.with_timeout(TIMEOUT);
     let pool = Pool::builder(group).driver(Driver::host()?).build()?;
     let rank = Rank { comm: Communicator::new(&pool)?, target };
     for case in cases {
         let (us, wrong) = match (role, case.op) {
-            (Role::Collectives, Op::AllReduce) => rank.all_reduce(case.bytes)?,
-            (Role::Collectives, Op::AllToAll) => rank.all_to_all(case.bytes, Kind::Even)?,
-            (Role::Collectives, Op::AllToAllV) => {
-                rank.all_to_all(case.bytes, case.matrix.unwrap_or(Kind::Even))?
+            (Role::Collectives, BenchedOp::AllReduce) => rank.all_reduce(case.bytes)?,
+            (Role::Collectives, BenchedOp::AllToAll) => {
+                rank.all_to_all(case.bytes, MatrixKind::Even)?
+            }
+            (Role::Collectives, BenchedOp::AllToAllV) => {
+                rank.all_to_all(case.bytes, case.matrix.unwrap_or(MatrixKind::Even))?
             }
             (Role::Memcpy | Role::Busy, _) => rank.memcpy(case.bytes)?,
         };
@@ -78,7 +80,7 @@ impl Rank {
     }
 
     /// Measures the call with a count for each rank.
-    fn all_to_all(&self, bytes: usize, kind: Kind) -> Result<(f64, usize)> {
+    fn all_to_all(&self, bytes: usize, kind: MatrixKind) -> Result<(f64, usize)> {
         let (comm, pool) = (&self.comm, self.comm.pool());
         let (seed, me) = (bytes as u32, comm.rank() as usize);
         let counts = kind.counts(comm.world() as usize, bytes / size_of::<f32>());

@@ -6,14 +6,14 @@ use comfy_table::presets::UTF8_HORIZONTAL_ONLY;
 use comfy_table::{CellAlignment, Table, TableComponent};
 use serde::Serialize;
 
-use crate::case::Case;
+use crate::case::BenchCase;
 use crate::common::{say, size_name};
 use crate::contender::{MEMCPY, OURS};
-use crate::matrix::Kind;
+use crate::matrix::MatrixKind;
 
 /// One line of the comparison. Times are in microseconds.
 #[derive(Debug, Serialize)]
-pub(crate) struct Row {
+pub(crate) struct ComparisonRow {
     op: &'static str,
     #[serde(skip_serializing_if = "Option::is_none")]
     matrix: Option<&'static str>,
@@ -27,7 +27,7 @@ pub(crate) struct Row {
     memcpy_us: Option<f64>,
 }
 
-impl Row {
+impl ComparisonRow {
     /// The operation, matrix and number of ranks, each of which has a table of its own.
     fn kind(&self) -> (&'static str, Option<&'static str>, u32) {
         (self.op, self.matrix, self.ranks)
@@ -35,14 +35,14 @@ impl Row {
 }
 
 /// One contender's index, its name, and its time in each round.
-pub(crate) type Times = (usize, &'static str, Vec<f64>);
+pub(crate) type ContenderTimes = (usize, &'static str, Vec<f64>);
 
 /// The times of every contender, by number of ranks and case.
-pub(crate) type Rounds = BTreeMap<(u32, Case), Vec<Times>>;
+pub(crate) type Rounds = BTreeMap<(u32, BenchCase), Vec<ContenderTimes>>;
 
 /// The medians over rounds; of several ways to run one library, the best.
-pub(crate) fn rows(rounds: &Rounds) -> Vec<Row> {
-    let row = |(&(ranks, case), times): (&(u32, Case), &Vec<Times>)| {
+pub(crate) fn rows(rounds: &Rounds) -> Vec<ComparisonRow> {
+    let row = |(&(ranks, case), times): (&(u32, BenchCase), &Vec<ContenderTimes>)| {
         let mut best: BTreeMap<&'static str, f64> = BTreeMap::new();
         for (_, name, times) in times {
             let us = median(times);
@@ -51,9 +51,9 @@ pub(crate) fn rows(rounds: &Rounds) -> Vec<Row> {
         let ours_us = best.remove(OURS)?;
         let memcpy_us = best.remove(MEMCPY);
         let fastest = best.values().copied().reduce(f64::min);
-        Some(Row {
+        Some(ComparisonRow {
             op: case.op.name(),
-            matrix: case.matrix.map(Kind::name),
+            matrix: case.matrix.map(MatrixKind::name),
             ranks,
             bytes: case.bytes,
             ours_us,
@@ -77,8 +77,8 @@ fn median(times: &[f64]) -> f64 {
 }
 
 /// Prints one table for each operation and number of ranks.
-pub(crate) fn print(rows: &[Row]) {
-    let kinds: std::collections::BTreeSet<_> = rows.iter().map(Row::kind).collect();
+pub(crate) fn print(rows: &[ComparisonRow]) {
+    let kinds: std::collections::BTreeSet<_> = rows.iter().map(ComparisonRow::kind).collect();
     for kind in kinds {
         let (op, matrix, ranks) = kind;
         let rows: Vec<_> = rows.iter().filter(|row| row.kind() == kind).collect();

@@ -28,7 +28,7 @@ pub(crate) struct Processes {
 
 /// Why there is no further line.
 #[derive(Debug)]
-pub(crate) enum End {
+pub(crate) enum EndOfLines {
     /// All processes ended well.
     Done,
     /// This process failed.
@@ -83,7 +83,7 @@ impl Processes {
     }
 
     /// The next line of any process, and the index of the process.
-    pub(crate) fn next_line(&mut self) -> Result<(usize, String), End> {
+    pub(crate) fn next_line(&mut self) -> Result<(usize, String), EndOfLines> {
         // When the last process has ended, there are no senders any more.
         self.sender = None;
         loop {
@@ -98,30 +98,30 @@ impl Processes {
                 return self.lines.recv_timeout(slice).map_err(|_| failed);
             }
             if Instant::now() >= self.deadline {
-                return Err(End::Late);
+                return Err(EndOfLines::Late);
             }
         }
     }
 
     /// Waits for processes that have closed their output.
-    fn ends(&mut self) -> End {
+    fn ends(&mut self) -> EndOfLines {
         loop {
             if let Some(failed) = self.failed() {
                 return failed;
             }
             if self.children.iter_mut().all(|child| matches!(child.try_wait(), Ok(Some(_)))) {
-                return End::Done;
+                return EndOfLines::Done;
             }
             if Instant::now() >= self.deadline {
-                return End::Late;
+                return EndOfLines::Late;
             }
             thread::sleep(Duration::from_millis(5));
         }
     }
 
-    fn failed(&mut self) -> Option<End> {
+    fn failed(&mut self) -> Option<EndOfLines> {
         self.children.iter_mut().enumerate().find_map(|(index, child)| match child.try_wait() {
-            Ok(Some(status)) if !status.success() => Some(End::Failed(index, status)),
+            Ok(Some(status)) if !status.success() => Some(EndOfLines::Failed(index, status)),
             _ => None,
         })
     }

@@ -16,8 +16,8 @@ use symmpool_allocator::{Error, Group, Result, Stream};
 use symmpool_collectives::Communicator;
 
 use crate::clutter::Clutter;
-use crate::program::Memory;
-use crate::report::{Map, Placed};
+use crate::program::DemoMemory;
+use crate::report::{LiveBlock, Map};
 
 /// The number of windows of each rank.
 const WINDOWS: usize = 8;
@@ -38,7 +38,7 @@ pub(crate) struct AddressOrdered<'a> {
 }
 
 /// A tensor: its address and its number of elements.
-pub(crate) struct Tensor {
+pub(crate) struct DemoTensor {
     address: usize,
     count: usize,
 }
@@ -93,10 +93,10 @@ fn open(description: &[u8]) -> Result<Vec<File>> {
     descriptors.into_iter().map(|fd| open(fd).map_err(|error| failed(&error))).collect()
 }
 
-impl Memory for AddressOrdered<'_> {
-    type Tensor = Tensor;
+impl DemoMemory for AddressOrdered<'_> {
+    type Tensor = DemoTensor;
 
-    fn alloc(&mut self, number: u32, count: usize) -> Result<Tensor> {
+    fn alloc(&mut self, number: u32, count: usize) -> Result<DemoTensor> {
         let bytes = count * size_of::<f32>();
         let fit = self.free.range((bytes, 0)..).next().copied();
         let (length, address) =
@@ -106,10 +106,10 @@ impl Memory for AddressOrdered<'_> {
             self.free.insert((length - bytes, address + bytes));
         }
         self.live.insert(address, (number, bytes));
-        Ok(Tensor { address, count })
+        Ok(DemoTensor { address, count })
     }
 
-    fn free(&mut self, tensor: Tensor) -> Result<()> {
+    fn free(&mut self, tensor: DemoTensor) -> Result<()> {
         let (mut start, mut end) =
             (tensor.address, tensor.address + tensor.count * size_of::<f32>());
         self.live.remove(&tensor.address);
@@ -127,20 +127,20 @@ impl Memory for AddressOrdered<'_> {
         Ok(())
     }
 
-    fn write(&mut self, tensor: &Tensor, values: &[f32]) -> Result<()> {
+    fn write(&mut self, tensor: &DemoTensor, values: &[f32]) -> Result<()> {
         let (window, offset) = self.locate(tensor.address);
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         let written = self.windows[self.rank][window].write_all_at(&bytes, offset);
         written.map_err(|error| Error::system("writing a tensor", error))
     }
 
-    fn read(&mut self, tensor: &Tensor) -> Result<Vec<f32>> {
+    fn read(&mut self, tensor: &DemoTensor) -> Result<Vec<f32>> {
         self.read_of(self.rank, tensor)
     }
 
     /// Adds up tensors as libraries with registered windows do: a rank's tensor is identified by its window and its
     /// offset in it, and the memory at that place on the other ranks is taken for the same tensor.
-    fn all_reduce(&mut self, tensor: &Tensor) -> Result<()> {
+    fn all_reduce(&mut self, tensor: &DemoTensor) -> Result<()> {
         self.comm.barrier(&Stream::DEFAULT)?;
         let mut total = vec![0.0; tensor.count];
         for rank in 0..self.windows.len() {
@@ -155,7 +155,7 @@ impl Memory for AddressOrdered<'_> {
         let placed = self.live.iter().map(|(address, (tensor, bytes))| {
             let (window, offset) = self.locate(*address);
             let offset = (window * WINDOW) as u64 + offset;
-            Placed { tensor: *tensor, offset, bytes: *bytes as u64 }
+            LiveBlock { tensor: *tensor, offset, bytes: *bytes as u64 }
         });
         let mut live: Vec<_> = placed.collect();
         live.sort_by_key(|placed| placed.offset);
@@ -165,7 +165,7 @@ impl Memory for AddressOrdered<'_> {
 
 impl AddressOrdered<'_> {
     /// Reads from `rank`'s memory at the place where this rank has `tensor`.
-    fn read_of(&self, rank: usize, tensor: &Tensor) -> Result<Vec<f32>> {
+    fn read_of(&self, rank: usize, tensor: &DemoTensor) -> Result<Vec<f32>> {
         let (window, offset) = self.locate(tensor.address);
         let mut bytes = vec![0; tensor.count * size_of::<f32>()];
         let read = self.windows[rank][window].read_exact_at(&mut bytes, offset);

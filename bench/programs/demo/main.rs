@@ -25,9 +25,9 @@ use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use symmpool_allocator::driver::CudaDriver;
 
-use common::{End, Processes, say};
+use common::{EndOfLines, Processes, say};
 use report::Report;
-use results::Results;
+use results::DemoResults;
 
 /// Silent corruption by address order, and its absence with symmpool.
 #[derive(Parser)]
@@ -85,7 +85,7 @@ fn main() -> ExitCode {
 }
 
 /// Runs the ranks and collects what they report. All of them are stopped however this ends.
-fn collect(options: &Options) -> Result<Results, String> {
+fn collect(options: &Options) -> Result<DemoResults, String> {
     let program = std::env::current_exe().map_err(|error| format!("finding myself: {error}"))?;
     let mut processes = Processes::new(Duration::from_secs(options.limit));
     let command = || {
@@ -99,17 +99,17 @@ fn collect(options: &Options) -> Result<Results, String> {
     let started = processes.start_ranks(options.ranks, command);
     started.map_err(|error| format!("starting ranks: {error}"))?;
     // The bar is drawn on stderr, if that is a terminal.
-    let bar = ProgressBar::new(Results::expected(options.ranks));
+    let bar = ProgressBar::new(DemoResults::expected(options.ranks));
     if let Ok(style) = ProgressStyle::with_template("{msg:32} {bar:40} {pos}/{len}") {
         bar.set_style(style);
     }
-    let mut results = Results::new(options.ranks);
+    let mut results = DemoResults::new(options.ranks);
     loop {
         let (rank, line) = match processes.next_line() {
             Ok(next) => next,
-            Err(End::Done) => break,
-            Err(End::Failed(rank, status)) => return Err(format!("rank {rank}: {status}")),
-            Err(End::Late) => return Err(format!("not done after {} s", options.limit)),
+            Err(EndOfLines::Done) => break,
+            Err(EndOfLines::Failed(rank, status)) => return Err(format!("rank {rank}: {status}")),
+            Err(EndOfLines::Late) => return Err(format!("not done after {} s", options.limit)),
         };
         let report = serde_json::from_str(&line).map_err(|error| format!("{line:?}: {error}"))?;
         match &report {

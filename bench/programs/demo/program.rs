@@ -11,7 +11,7 @@ pub(crate) const ROUNDS: u32 = 5;
 pub(crate) const TENSORS: u32 = 10;
 
 /// Memory that tensors live in, with an all-reduce over it.
-pub(crate) trait Memory {
+pub(crate) trait DemoMemory {
     type Tensor;
     /// Allocates a tensor of `count` elements. `number` is its letter in drawings.
     fn alloc(&mut self, number: u32, count: usize) -> Result<Self::Tensor>;
@@ -26,7 +26,7 @@ pub(crate) trait Memory {
 /// Runs the program: each round frees some tensors, allocates new ones of varying sizes, all-reduces each of them and
 /// checks every element. The sizes, and which tensors are freed, depend on round and tensor only, so every rank makes
 /// the same calls. `between` runs between rounds.
-pub(crate) fn run<M: Memory>(
+pub(crate) fn run<M: DemoMemory>(
     memory: &mut M,
     order: Order,
     (rank, world): (u32, u32),

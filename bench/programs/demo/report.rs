@@ -15,7 +15,7 @@ pub(crate) enum Order {
 
 /// A live block: its tensor, where it lies, and its length. The offset counts through all windows, end to end.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Placed {
+pub(crate) struct LiveBlock {
     pub(crate) tensor: u32,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
@@ -25,7 +25,7 @@ pub(crate) struct Placed {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Map {
     pub(crate) windows: Vec<u64>,
-    pub(crate) live: Vec<Placed>,
+    pub(crate) live: Vec<LiveBlock>,
 }
 
 /// One line of a rank's report.

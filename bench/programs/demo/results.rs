@@ -5,12 +5,12 @@ use crate::program::{ROUNDS, TENSORS};
 use crate::report::{Map, Order, Report};
 
 /// Reports of all ranks.
-pub(crate) struct Results {
+pub(crate) struct DemoResults {
     pub(crate) world: u32,
     reports: Vec<(usize, Report)>,
 }
 
-impl Results {
+impl DemoResults {
     pub(crate) fn new(world: u32) -> Self {
         Self { world, reports: Vec::new() }
     }

@@ -6,7 +6,7 @@ use comfy_table::{CellAlignment, Table, TableComponent};
 use crate::common::{say, size_name};
 use crate::program::{ROUNDS, TENSORS};
 use crate::report::{Map, Order};
-use crate::results::Results;
+use crate::results::DemoResults;
 
 /// The number of columns in which a rank's memory is drawn.
 const COLUMNS: u64 = 64;
@@ -23,7 +23,7 @@ fn table<const N: usize>(header: [String; N]) -> Table {
 }
 
 /// Prints the number of wrong tensors by round, of all ranks together.
-pub(crate) fn rounds(results: &Results) {
+pub(crate) fn rounds(results: &DemoResults) {
     let all = TENSORS * results.world;
     say!("\nTensors that are wrong after their all-reduce, of {all} a round:\n");
     let mut table = table(["".into(), "1".into(), "2".into(), "3".into(), "4".into(), "5".into()]);
@@ -39,7 +39,7 @@ pub(crate) fn rounds(results: &Results) {
 }
 
 /// Prints times and wrong elements by size.
-pub(crate) fn timings(results: &Results) {
+pub(crate) fn timings(results: &DemoResults) {
     say!(
         "\n{} ranks over blocks of the pool, f32, microseconds a call (slowest rank), every \
          element\nchecked on every rank. alltoallv sends 1 to {} parts, uneven.\n",
@@ -68,7 +68,7 @@ pub(crate) fn timings(results: &Results) {
 }
 
 /// Draws the memory of all ranks, one below the other.
-pub(crate) fn maps(results: &Results) {
+pub(crate) fn maps(results: &DemoResults) {
     say!(
         "\nWhere the last round's tensors lie (a letter begins one, the same letter the same \
          tensor\non every rank; ░ is free, │ ends a window):"

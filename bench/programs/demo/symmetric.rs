@@ -4,8 +4,8 @@ use symmpool_allocator::lane::BlockState;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, ReduceOp};
 
-use crate::program::Memory;
-use crate::report::{Map, Placed};
+use crate::program::DemoMemory;
+use crate::report::{LiveBlock, Map};
 
 /// The first lane of a pool, with a communicator.
 pub(crate) struct Symmetric<'a> {
@@ -15,7 +15,7 @@ pub(crate) struct Symmetric<'a> {
     pub(crate) numbers: Vec<(u64, u32)>,
 }
 
-impl Memory for Symmetric<'_> {
+impl DemoMemory for Symmetric<'_> {
     type Tensor = Block<f32>;
 
     fn alloc(&mut self, number: u32, count: usize) -> Result<Block<f32>> {
@@ -46,7 +46,7 @@ impl Memory for Symmetric<'_> {
         let placed = live.map(|block| {
             let number = self.numbers.iter().find(|(counter, _)| *counter == block.counter);
             let tensor = number.map_or(u32::MAX, |(_, tensor)| *tensor);
-            Placed { tensor, offset: block.offset, bytes: block.bytes }
+            LiveBlock { tensor, offset: block.offset, bytes: block.bytes }
         });
         Ok(Map {
             windows: segments.iter().map(|segment| segment.bytes).collect(),
@@ -55,7 +55,7 @@ impl Memory for Symmetric<'_> {
     }
 }
 
-/// Checks what [`Memory::map`] assumes: that the lane's segments have no gaps between them.
+/// Checks what [`DemoMemory::map`] assumes: that the lane's segments have no gaps between them.
 pub(crate) fn check_map(pool: &Pool) -> Result<()> {
     let (segments, _) = pool.default_lane().map()?;
     let mut end = 0;

@@ -23,7 +23,7 @@ use symmpool_allocator::trace::{Trace, replay_with};
 use symmpool_allocator::{Error, Result};
 
 use args::{Args, Task};
-use progress::Progress;
+use progress::ReplayProgress;
 
 /// All ranks placed every block alike.
 const FINE: u8 = 0;
@@ -62,7 +62,7 @@ fn run(args: &Args, out: &mut dyn Write) -> Result<u8> {
         }
         Task::Replay { path, options } => {
             let trace = Trace::open(path)?;
-            let progress = Progress::new(trace.ops().len() as u64);
+            let progress = ReplayProgress::new(trace.ops().len() as u64);
             let outcome = replay_with(&trace, &options, &|done| progress.set(done));
             progress.finish();
             let outcome = match outcome {

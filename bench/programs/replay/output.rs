@@ -2,10 +2,10 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use serde_json::{Value, json};
-use symmpool_allocator::trace::{Outcome, RankGroup, ReplayFailure};
+use symmpool_allocator::trace::{RankGroup, ReplayFailure, ReplayOutcome};
 
 /// An object on one line. The digest has 16 hexadecimal digits; sizes are in bytes.
-pub(crate) fn json(outcome: &Outcome) -> String {
+pub(crate) fn json(outcome: &ReplayOutcome) -> String {
     json!({
         "ranks": outcome.ranks,
         "events": outcome.events,
@@ -38,7 +38,7 @@ fn failure(failure: &ReplayFailure) -> Value {
 }
 
 /// A table of several lines, without a newline at the end.
-pub(crate) fn table(outcome: &Outcome) -> String {
+pub(crate) fn table(outcome: &ReplayOutcome) -> String {
     let reserved = outcome.peak_reserved_bytes as f64 / outcome.peak_live_bytes.max(1) as f64;
     let mut table = Table::new();
     table.load_preset(presets::UTF8_BORDERS_ONLY);

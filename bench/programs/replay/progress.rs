@@ -4,9 +4,9 @@ use std::io::{self, IsTerminal};
 
 use indicatif::{ProgressBar, ProgressDrawTarget};
 
-pub(crate) struct Progress(ProgressBar);
+pub(crate) struct ReplayProgress(ProgressBar);
 
-impl Progress {
+impl ReplayProgress {
     pub(crate) fn new(events: u64) -> Self {
         let target = if io::stderr().is_terminal() {
             ProgressDrawTarget::stderr()

@@ -94,7 +94,7 @@ __device__ __forceinline__ u32 count_direct_blocks(const Comm& comm, const Traff
 
 struct Exchange {
     const Session& session;
-    const Call& call;
+    const CallParams& call;
     const Traffic& traffic;
     TrafficMatrix& matrix;
     Transfers& transfers;

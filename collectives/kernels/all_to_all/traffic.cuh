@@ -161,7 +161,7 @@ struct TrafficMatrix {
     // visible then and has ended, so that their outputs may be written. Called by all threads of a block, which get the
     // same answer: false if a rank does not come.
     template <u32 FIRST, u32 LAST, bool HANDSHAKES, bool ACQUIRE>
-    __device__ __forceinline__ bool await_rows(const Session& session, const Call& call) {
+    __device__ __forceinline__ bool await_rows(const Session& session, const CallParams& call) {
         constexpr u32 HANDSHAKE_WORDS = HANDSHAKES ? 4 * WORLD : 0, EACH = LAST - FIRST;
         bool bad = false;
         for (u32 i = threadIdx.x; i < HANDSHAKE_WORDS + WORLD * EACH && !bad; i += blockDim.x) {
@@ -233,7 +233,7 @@ __device__ __noinline__ void report_counts(const Session& session, const Traffic
         pair = matrix.differs(other / WORLD, other % WORLD) ? other : pair;
     }
     const u32 from = pair / WORLD, to = pair % WORLD;
-    Fault* fault = comm.fault;
+    FaultRecord* fault = comm.fault;
     fault->kind = COUNTS;
     fault->epoch = session.epoch;
     fault->peer = from == comm.rank ? to : from;

@@ -6,7 +6,7 @@
 using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_barrier(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_barrier(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     begin_kernel(comm.early);
     Session session(comm);
     if (session.failed) {

@@ -8,7 +8,7 @@ static_assert(THREADS >= 32 * WORLD, "a warp for each rank");
 
 // `waits` has a number for each rank, to which the SM's clock cycles are added that passed until that rank came.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_measured_barrier(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    symmpool_measured_barrier(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                               long long* const __grid_constant__ waits) {
     begin_kernel(comm.early);
     Session session(comm);

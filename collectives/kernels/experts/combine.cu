@@ -189,7 +189,7 @@ __device__ __forceinline__ void sum_tokens(const Comm& comm, const ExpertsWork& 
     }
 }
 
-__device__ __forceinline__ void lead(const LowLatencyCombine& low_latency, const Call& call) {
+__device__ __forceinline__ void lead(const LowLatencyCombine& low_latency, const CallParams& call) {
     const Session& session = low_latency.session;
     send_handshake_of(session, call, low_latency.work, THREADS);
     check_handle(session, low_latency.work, low_latency.work.input_rows);
@@ -204,12 +204,12 @@ __device__ __forceinline__ void lead(const LowLatencyCombine& low_latency, const
 
 // A name from which profilers make "symmpool::combine()", as that of a dispatch.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    _ZN8symmpool7combineEv(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    _ZN8symmpool7combineEv(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                      const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);
     const Session session(comm);
     // It is loaded while the communicator's state is.
-    const u32 word = Sources::load(work);
+    const u32 word = CombineSources::load(work);
     const SmGrant grant(comm);
     // All threads find the same: some of them would go on without what others put into shared memory.
     if (grant.is_over() || __syncthreads_or(session.failed)) {

@@ -18,7 +18,7 @@ __shared__ float low_latency_weights[TILE * MAX_TOP_K];  // for a tile's rows
 #endif
 
 // The rows that each rank sent here, by the handle; in shared memory.
-struct Sources {
+struct CombineSources {
     u32 begin[WORLD + 1];  // where they begin, and the end of all
     u32 tokens[WORLD];     // that the rank has
 
@@ -49,7 +49,7 @@ struct Sources {
     }
 };
 
-__shared__ Sources sources;
+__shared__ CombineSources sources;
 
 struct LowLatencyCombine {
     const Session& session;

@@ -166,7 +166,7 @@ __device__ __noinline__ void send_sizes(const ExpertsWork& work, u32 local) {
     }
 }
 
-__device__ __forceinline__ void lead(const Session& session, const Call& call, const Routing& routing) {
+__device__ __forceinline__ void lead(const Session& session, const CallParams& call, const Routing& routing) {
     const ExpertsWork& work = routing.work;
     if (!work.known) {
         clear_counts(work, true);
@@ -232,7 +232,7 @@ __device__ __forceinline__ void send_many(const Session& session, const Routing&
 
 // A name from which profilers make "symmpool::dispatch()": tools for expert parallelism look for "::dispatch".
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    _ZN8symmpool8dispatchEv(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    _ZN8symmpool8dispatchEv(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                       const __grid_constant__ ExpertsWork work) {
     begin_kernel(comm.early);
     const Session session(comm);

@@ -57,7 +57,7 @@ struct LowLatencyDispatch {
     }
 
     // How many rows of a rank arrive here: never more than it has tokens, nor than the inbox has room for. A handle whose
-    // offsets decrease there has none, as in a combine (`Sources`): nobody waits for rows that no offset tells of.
+    // offsets decrease there has none, as in a combine (`CombineSources`): nobody waits for rows that no offset tells of.
     __device__ __forceinline__ u32 arriving(u32 source) const {
         if (source == session.comm.rank || is_bulk(source)) {
             return 0;

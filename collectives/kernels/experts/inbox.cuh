@@ -36,7 +36,7 @@ template <typename Path> __device__ __forceinline__ UsedBytes used_flags_of(cons
 
 // Sends the handshake of a call, as `send_handshake` does. Where no rank can have many tokens no peer writes to this
 // rank's memory for rows, so none needs to see what its stream did.
-__device__ __forceinline__ void send_handshake_of(const Session& session, const Call& call, const ExpertsWork& work,
+__device__ __forceinline__ void send_handshake_of(const Session& session, const CallParams& call, const ExpertsWork& work,
                                                   u32 threads) {
     if (is_low_latency(work, work.max_tokens)) {
         send_handshake<false>(session, call, threadIdx.x, threads);

@@ -60,7 +60,7 @@ struct ExpertsWork {
     u32 wide;
     // Whether the routing is that of the handle.
     u32 known;
-    // How tokens are quantised: `Quantization`.
+    // How tokens are quantised: `ExpertQuantization`.
     u32 quantize;
     // How many peer blocks there are on every rank.
     u32 peer_blocks;

@@ -250,7 +250,7 @@ __device__ __forceinline__ void announce_chunks(const Session& session, const Ma
 }
 
 // The handshake, for which the stream waits that sends, and what follows what it sends. Called by a warp of the first block.
-__device__ __forceinline__ void enter(const Session& session, const Call& call, const MatmulWork& work, u32 lane) {
+__device__ __forceinline__ void enter(const Session& session, const CallParams& call, const MatmulWork& work, u32 lane) {
     if (!session.failed) {
         // Peers set these flags when they have this rank's handshake. Those of a call long ago would be taken for this one's
         // where epochs repeat.

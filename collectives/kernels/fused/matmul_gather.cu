@@ -82,9 +82,9 @@ __device__ __forceinline__ void store_pieces(const Comm& comm, const MatmulWork&
     await_bulk_stores<0>();
 }
 
-class Group : TileProduct {
+class GatherGroup : TileProduct {
 public:
-    __device__ __forceinline__ Group(const MatmulWork& work, const SharedMemory& shared, u32 block, u32 group, u32 thread)
+    __device__ __forceinline__ GatherGroup(const MatmulWork& work, const SharedMemory& shared, u32 block, u32 group, u32 thread)
         : TileProduct(work, shared, block, group, thread) {}
 
     __device__ __forceinline__ void run(const MatmulWork& work) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void copy_rows(const Session& session, const MatmulWo
 }
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_matmul_gather(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    symmpool_matmul_gather(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                            const __grid_constant__ MatmulWork work) {
     begin_kernel(comm.early);
     Session session(comm);
@@ -173,7 +173,7 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
     const u32 block = begin_block(shared), warp = threadIdx.x / 32;
     if (threadIdx.x >= FIRST_GROUP_THREAD) {
         const u32 group = threadIdx.x / GROUP_THREADS - 1;
-        Group(work, shared, block, group, threadIdx.x % GROUP_THREADS).run(work);
+        GatherGroup(work, shared, block, group, threadIdx.x % GROUP_THREADS).run(work);
     } else if (threadIdx.x == 32 * LOADING_WARP) {
         load(session, work, shared, block);
     } else if (threadIdx.x % 32 == 0 && warp >= MOVING_WARPS && warp < ENTERING_WARP) {

@@ -43,7 +43,7 @@ struct StreamK {
 };
 static_assert(sizeof(StreamK) == 20, "the host has another layout");
 
-// The arguments of a product of tensor cores besides those of `Call`.
+// The arguments of a product of tensor cores besides those of `CallParams`.
 struct MatmulWork {
     // This rank's part of the left matrix, where it is sent to the others.
     TensorMap own;
@@ -84,7 +84,7 @@ struct MatmulWork {
 };
 static_assert(sizeof(MatmulWork) == 2048, "the host has another layout");
 
-// The arguments of a product of few rows besides those of `Call`, whose output is the sum.
+// The arguments of a product of few rows besides those of `CallParams`, whose output is the sum.
 struct MatmulSmallMWork {
     TensorMap left;
     TensorMap right;

@@ -102,7 +102,7 @@ __device__ __forceinline__ void move_pieces(const Session& session, const Matmul
 
 // --- two groups of four warps multiply
 
-class Group : TileProduct {
+class ScatterGroup : TileProduct {
     // How often each piece has become free in all tiles before this one, and how often pieces were loaded.
     u32 freed_ = 0, loaded_ = 0;
 
@@ -136,7 +136,7 @@ class Group : TileProduct {
     }
 
 public:
-    __device__ __forceinline__ Group(const MatmulWork& work, const SharedMemory& shared, u32 block, u32 group, u32 thread)
+    __device__ __forceinline__ ScatterGroup(const MatmulWork& work, const SharedMemory& shared, u32 block, u32 group, u32 thread)
         : TileProduct(work, shared, block, group, thread) {}
 
     __device__ __forceinline__ void run(const MatmulWork& work) {
@@ -181,7 +181,7 @@ public:
 };
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_matmul_scatter(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    symmpool_matmul_scatter(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                             const __grid_constant__ MatmulWork work) {
     begin_kernel(comm.early);
     Session session(comm);
@@ -190,7 +190,7 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
     const u32 block = begin_block(shared), warp = threadIdx.x / 32;
     if (threadIdx.x >= FIRST_GROUP_THREAD) {
         const u32 group = threadIdx.x / GROUP_THREADS - 1;
-        Group(work, shared, block, group, threadIdx.x % GROUP_THREADS).run(work);
+        ScatterGroup(work, shared, block, group, threadIdx.x % GROUP_THREADS).run(work);
     } else if (threadIdx.x == 32 * LOADING_WARP) {
         load(comm, work, shared, block);
     } else if (threadIdx.x % 32 == 0 && warp >= MOVING_WARPS && warp < ENTERING_WARP) {

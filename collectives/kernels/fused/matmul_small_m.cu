@@ -40,13 +40,13 @@ constexpr u32 RESETTING_THREADS = 32 * (FIRST_GROUP_WARP - FIRST_RESETTING_WARP)
 using Stage = StageOf<STAGES>;
 
 // Shared memory of a block, by purpose.
-class SharedMemory {
+class SmallMSharedMemory {
     SharedAt begin_;
 
     __device__ __forceinline__ SharedAt barrier(u32 nth) const { return begin_ + BARRIERS_AT + nth * BARRIER_BYTES; }
 
 public:
-    __device__ __forceinline__ SharedMemory() : begin_(shared_memory<SHARED_BYTES>()) {}
+    __device__ __forceinline__ SmallMSharedMemory() : begin_(shared_memory<SHARED_BYTES>()) {}
 
     __device__ __forceinline__ SharedAt left(u32 stage) const {
         return begin_ + STAGES * RIGHT_BYTES + stage * LEFT_BYTES;
@@ -71,7 +71,7 @@ public:
 
 // --- one thread loads
 
-__device__ __forceinline__ void load_tile_factors(const MatmulSmallMWork& work, const SharedMemory& shared, Blocks blocks,
+__device__ __forceinline__ void load_tile_factors(const MatmulSmallMWork& work, const SmallMSharedMemory& shared, Blocks blocks,
                                                   u32 column, Stage& stage) {
 #pragma unroll 1
     for (u32 nth = blocks.begin; nth < blocks.end; ++nth, stage.advance()) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_tile_factors(const MatmulSmallMWork& work, 
 // --- two groups of four warps multiply
 
 // Leaves a group's sums of blocks of the inner dimension in shared memory.
-__device__ __forceinline__ void multiply_tile(const SharedMemory& shared, Blocks blocks, u32 group, u32 thread,
+__device__ __forceinline__ void multiply_tile(const SmallMSharedMemory& shared, Blocks blocks, u32 group, u32 thread,
                                               Stage& stage) {
     float sums[SUMS_OF<TOKENS>];
 #pragma unroll
@@ -157,7 +157,7 @@ struct Vectors {
 };
 
 // The sums of a vector of all blocks of the cluster, in their order.
-__device__ __forceinline__ uint4 add_blocks(const SharedMemory& shared, u32 row, u32 column) {
+__device__ __forceinline__ uint4 add_blocks(const SmallMSharedMemory& shared, u32 row, u32 column) {
     float sums[8] = {};
 #pragma unroll
     for (u32 block = 0; block < CLUSTER; ++block) {
@@ -189,7 +189,7 @@ __device__ __forceinline__ void let_meet() {
 }
 
 extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_matmul_small_m(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    symmpool_matmul_small_m(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                         const __grid_constant__ MatmulSmallMWork work) {
     begin_kernel(comm.early);
     Session session(comm);
@@ -200,7 +200,7 @@ extern "C" SYMMPOOL_CLUSTER __global__ void __launch_bounds__(THREADS, 1)
         expire_old_flags(session, inbox.used());
         expire_escape_marks(session);
     }
-    const SharedMemory shared;
+    const SmallMSharedMemory shared;
     if (threadIdx.x == 0) {
         shared.make_barriers();
     }

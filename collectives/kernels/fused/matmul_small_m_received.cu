@@ -7,7 +7,7 @@
 using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_matmul_small_m_received(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_matmul_small_m_received(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     begin_kernel(comm.early);
     Session session(comm);
     const SmGrant grant(comm);

@@ -6,7 +6,7 @@
 using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_matmul_wait(const __grid_constant__ Comm comm, const __grid_constant__ Call,
+    symmpool_matmul_wait(const __grid_constant__ Comm comm, const __grid_constant__ CallParams,
                          const __grid_constant__ MatmulWork work) {
     begin_kernel(comm.early);
     Session session(comm);

@@ -148,7 +148,7 @@ template <bool KEEPS_WEIGHTS>
 class Norm {
 public:
     // `shared` is memory that the block's threads share.
-    __device__ __forceinline__ Norm(const Call& its_call, const NormWork& its_work, const Units& its_units,
+    __device__ __forceinline__ Norm(const CallParams& its_call, const NormWork& its_work, const Units& its_units,
                                     float (&shared)[2][ROW_WARPS])
         : call(its_call), work(its_work), units(its_units), of_warps_(shared), turn_(0) {
         if (KEEPS_FACTORS) {
@@ -225,7 +225,7 @@ public:
         }
     }
 
-    const Call& call;
+    const CallParams& call;
     const NormWork& work;
     const Units units;
 

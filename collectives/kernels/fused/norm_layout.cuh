@@ -7,7 +7,7 @@
 
 namespace symmpool {
 
-// The arguments of a fused all-reduce besides those of `Call`. Rows follow each other without gaps.
+// The arguments of a fused all-reduce besides those of `CallParams`. Rows follow each other without gaps.
 struct NormWork {
     // The residual, or null.
     const char* residual;

@@ -12,7 +12,7 @@ using namespace symmpool;
 constexpr bool HOLDS_NEXT = HELD;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_norm_one_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    symmpool_norm_one_shot(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                            const __grid_constant__ NormWork work) {
     begin_kernel(comm.early);
     const Units units(work);

@@ -11,7 +11,7 @@
 using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_norm_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    symmpool_norm_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                            const __grid_constant__ NormWork work) {
     begin_kernel(comm.early);
     const Units units(work);

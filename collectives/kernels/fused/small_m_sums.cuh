@@ -8,12 +8,12 @@
 
 namespace symmpool {
 
-__device__ __forceinline__ uint4* output_at(const Call& call, u64 at) {
+__device__ __forceinline__ uint4* output_at(const CallParams& call, u64 at) {
     return reinterpret_cast<uint4*>(call.output) + at;
 }
 
 // Adds the peers' vectors to one of this rank's, which the sum replaces. False if a peer's does not arrive.
-__device__ __forceinline__ bool add_ranks(const Session& session, const Inbox& inbox, const Call& call, u64 at, u64 each) {
+__device__ __forceinline__ bool add_ranks(const Session& session, const Inbox& inbox, const CallParams& call, u64 at, u64 each) {
     uint4 all[WORLD];
     const uint4 own = load_plain(output_at(call, at));
     if constexpr (WORLD == 1) {

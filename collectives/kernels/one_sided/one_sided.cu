@@ -36,7 +36,7 @@ __device__ __forceinline__ bool failed(const Comm& comm) {
 }
 
 // Called by all threads of all blocks.
-__device__ __forceinline__ void copy(const Call& call) {
+__device__ __forceinline__ void copy(const CallParams& call) {
     const Source source(call.input, call.bytes);
     const Target target(call.output, call.bytes);
     const u64 step = static_cast<u64>(gridDim.x) * blockDim.x;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void signal(const Comm& comm, u32 peer, u32 channel) 
 }
 
 // Takes a signal or, when the timeout is over or the peer has departed, records a failure and takes none (rule S5). Called by one thread.
-__device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 peer, u32 channel) {
+__device__ __forceinline__ void wait(const Comm& comm, const CallParams& call, u32 peer, u32 channel) {
     const u64* received = count(comm, comm.rank, RECEIVED, peer, channel);
     u64* taken = count(comm, comm.rank, TAKEN, peer, channel);
     const u64 number = *taken + 1;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void wait(const Comm& comm, const Call& call, u32 pee
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_one_sided(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_one_sided(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     if (RUN == Operation::WAIT) {
         // The stream's next kernel must not start while this one waits: another stream may need the SMs for the work
         // that the signal depends on.

@@ -44,11 +44,11 @@ constexpr u32 RECEIVING = SENDING + 1;
 // A stripe of a message, as its block sees it on either rank.
 struct Stripe {
     const Comm& comm;
-    const Call& call;
+    const CallParams& call;
     u32 peer;
     u32 stripe;
 
-    __device__ __forceinline__ Stripe(const Comm& c, const Call& m)
+    __device__ __forceinline__ Stripe(const Comm& c, const CallParams& m)
         : comm(c), call(m), peer(m.root), stripe(blockIdx.x) {}
 
     // The words of this file on a rank: flags, acknowledgements and counts.
@@ -141,7 +141,7 @@ __device__ __noinline__ void refuse(const Stripe& stripe, u64 sent) {
     const u32 epoch = *static_cast<volatile u32*>(&comm.local()->epoch);
     const u64 expected = stripe.call.description[0];
     const u64 reason = static_cast<u64>(REFUSED_MESSAGE | MESSAGE_FOLLOWS | comm.rank << 8 | stripe.peer) << 32;
-    Fault* fault = comm.fault;
+    FaultRecord* fault = comm.fault;
     fault->kind = PAYLOADS;
     fault->epoch = 0;
     fault->peer = comm.rank;
@@ -264,7 +264,7 @@ __device__ __forceinline__ void run(const Stripe& stripe) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_p2p(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_p2p(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     // The stream's next kernel must not start while this one waits: another stream may need the SMs for the work that
     // the message depends on.
     wait_for_stream();

@@ -18,9 +18,9 @@ struct DeviceComm : Comm {
 };
 
 // A call: `input`, `output`, `bytes` of a part, and the `root` of a broadcast.
-struct DeviceCall : Call {};
+struct DeviceCall : CallParams {};
 
-static_assert(sizeof(DeviceComm) == sizeof(Comm) && sizeof(DeviceCall) == sizeof(Call), "layouts differ");
+static_assert(sizeof(DeviceComm) == sizeof(Comm) && sizeof(DeviceCall) == sizeof(CallParams), "layouts differ");
 
 // A range of bytes: from `from` to before `to`.
 struct ByteRange {

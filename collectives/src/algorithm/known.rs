@@ -11,14 +11,14 @@ const MAX_NAMES: usize = 4096;
 
 /// Names of an algorithm in errors.
 #[derive(Debug)]
-pub(crate) struct Known {
+pub(crate) struct KnownNames {
     pub(crate) name: String,
     pub(crate) collective: String,
 }
 
-static NAMES: Mutex<BTreeMap<u32, Arc<Known>>> = Mutex::new(BTreeMap::new());
+static NAMES: Mutex<BTreeMap<u32, Arc<KnownNames>>> = Mutex::new(BTreeMap::new());
 
-fn names() -> MutexGuard<'static, BTreeMap<u32, Arc<Known>>> {
+fn names() -> MutexGuard<'static, BTreeMap<u32, Arc<KnownNames>>> {
     // Nothing is half-changed after a panic: insertions are the last thing.
     NAMES.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -27,13 +27,15 @@ fn names() -> MutexGuard<'static, BTreeMap<u32, Arc<Known>>> {
 pub(super) fn remember(hash: u64, name: &str, collective: &str) {
     let mut names = names();
     if names.len() < MAX_NAMES {
-        let known =
-            || Known { name: short(name).to_string(), collective: short(collective).to_string() };
+        let known = || KnownNames {
+            name: short(name).to_string(),
+            collective: short(collective).to_string(),
+        };
         names.entry(hash as u32).or_insert_with(|| Arc::new(known()));
     }
 }
 
 /// The algorithm of a hash, of which a call description has the lowest 32 bits.
-pub(crate) fn known(hash: u64) -> Option<Arc<Known>> {
+pub(crate) fn known(hash: u64) -> Option<Arc<KnownNames>> {
     names().get(&(hash as u32)).cloned()
 }

@@ -10,20 +10,20 @@ pub(crate) const TABLES_VERSION: u32 = 1;
 /// The contents of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Table {
+pub(crate) struct AlgorithmTable {
     /// The version of the format; the first one if it is absent.
     #[serde(default = "version", skip_serializing_if = "is_version")]
     pub(crate) symmpool_tables: u32,
     /// The names of the devices that the table is for, as the driver gives them; `cpu` for host memory.
     pub(crate) devices: Vec<String>,
     /// Rows of one group are in order of size.
-    pub(crate) rows: Vec<Row>,
+    pub(crate) rows: Vec<TableRow>,
 }
 
 /// Which algorithm is fastest up to some size. Rows that differ only in size form a group.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Row {
+pub(crate) struct TableRow {
     /// The collective's name; all-reduce if it is absent.
     #[serde(default = "all_reduce", skip_serializing_if = "is_all_reduce")]
     pub(crate) collective: String,

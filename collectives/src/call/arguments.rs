@@ -1,7 +1,7 @@
 //! A call as one value: what goes from a communicator's door to the engine.
 
 use crate::algorithm::{AlgorithmId, CallShape, StandardCollective};
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};
 
@@ -37,9 +37,9 @@ impl Arguments {
 impl StandardCall {
     /// Description of the call that ranks compare, but for its algorithm and where its memory lies.
     #[inline]
-    pub(crate) fn describe(&self) -> Call {
+    pub(crate) fn describe(&self) -> CallDescription {
         let Arguments { count, dtype, op, root, .. } = self.arguments;
-        let call = Call::new(OpType::of(self.collective)).elements(dtype, count);
+        let call = CallDescription::new(OpType::of(self.collective)).elements(dtype, count);
         match self.collective {
             StandardCollective::Broadcast => call.root(root),
             collective if collective.reduces() => call.reduce(op),

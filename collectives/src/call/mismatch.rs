@@ -4,12 +4,12 @@ use std::cmp::Reverse;
 
 use symmpool_allocator::Error;
 
-use super::{Call, OpType, PEER_BLOCKS_SHIFT};
+use super::{CallDescription, OpType, PEER_BLOCKS_SHIFT};
 
 /// The error for ranks that made different calls. It says which ranks made which call; every rank makes the same
 /// error from the same calls.
-pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
-    let mut groups: Vec<(Call, Vec<u32>)> = Vec::new();
+pub(crate) fn mismatch(number: u64, calls: &[CallDescription]) -> Error {
+    let mut groups: Vec<(CallDescription, Vec<u32>)> = Vec::new();
     for (rank, call) in (0u32..).zip(calls) {
         match groups.iter_mut().find(|(seen, _)| seen == call) {
             Some((_, ranks)) => ranks.push(rank),
@@ -37,8 +37,9 @@ pub(crate) fn mismatch(number: u64, calls: &[Call]) -> Error {
 
 /// The ranks to blame: those that refused the call, if there are such, else those that are not in the largest group.
 /// Of equally large groups, the one with the lowest rank counts as the largest.
-fn ranks_at_fault(groups: &[(Call, Vec<u32>)]) -> Vec<u32> {
-    let refused = |(call, _): &&(Call, Vec<u32>)| call.operation() == Some(OpType::Declined);
+fn ranks_at_fault(groups: &[(CallDescription, Vec<u32>)]) -> Vec<u32> {
+    let refused =
+        |(call, _): &&(CallDescription, Vec<u32>)| call.operation() == Some(OpType::Declined);
     if let Some((_, ranks)) = groups.iter().find(refused) {
         return ranks.clone();
     }
@@ -54,9 +55,9 @@ fn ranks_at_fault(groups: &[(Call, Vec<u32>)]) -> Vec<u32> {
 pub(crate) fn mismatch_of_two(
     number: u64,
     rank: u32,
-    ours: &Call,
+    ours: &CallDescription,
     peer: u32,
-    theirs: &Call,
+    theirs: &CallDescription,
 ) -> Error {
     mismatch_at(&format!("call {number}"), (rank, ours), (peer, theirs))
 }
@@ -64,8 +65,8 @@ pub(crate) fn mismatch_of_two(
 /// The error of a rank that captures a first large call, or makes it, where a peer comes to another call or makes it in the other
 /// way. Each comes with whether it captures the call.
 pub(crate) fn mismatch_of_first_large(
-    (rank, ours, we_capture): (u32, &Call, bool),
-    (peer, theirs, they_capture): (u32, &Call, bool),
+    (rank, ours, we_capture): (u32, &CallDescription, bool),
+    (peer, theirs, they_capture): (u32, &CallDescription, bool),
 ) -> Error {
     if ours != theirs {
         return mismatch_at("a first large call", (rank, ours), (peer, theirs));
@@ -80,7 +81,11 @@ pub(crate) fn mismatch_of_first_large(
     .naming([rank, peer])
 }
 
-fn mismatch_at(number: &str, (rank, ours): (u32, &Call), (peer, theirs): (u32, &Call)) -> Error {
+fn mismatch_at(
+    number: &str,
+    (rank, ours): (u32, &CallDescription),
+    (peer, theirs): (u32, &CallDescription),
+) -> Error {
     let mut both = [(rank, ours), (peer, theirs)];
     both.sort_by_key(|(rank, _)| *rank);
     let pieces = both.map(|(_, call)| call.piece_number());
@@ -98,7 +103,7 @@ fn mismatch_at(number: &str, (rank, ours): (u32, &Call), (peer, theirs): (u32, &
         .naming([rank, peer]);
     }
     // Whatever follows from the number of pieces may differ, too.
-    let whole = |call: &Call| call.piece(0).peer_blocks(0);
+    let whole = |call: &CallDescription| call.piece(0).peer_blocks(0);
     if whole(ours) == whole(theirs) && pieces[0] != pieces[1] {
         let [(low, _), (high, _)] = both;
         return Error::mismatch(format!(
@@ -183,8 +188,8 @@ mod tests {
 
     #[test]
     fn mismatches_group_ranks_by_what_they_called() {
-        let a = Call::new(OpType::Barrier);
-        let b = Call::new(OpType::Broadcast).elements(DType::U8, 3).root(2);
+        let a = CallDescription::new(OpType::Barrier);
+        let b = CallDescription::new(OpType::Broadcast).elements(DType::U8, 3).root(2);
         let text = mismatch(7, &[a, a, b, a]).to_string();
         assert!(text.contains("ranks 0-1, 3: barrier"), "{text}");
         assert!(text.contains("rank 2: broadcast of 3 u8 from rank 2"), "{text}");
@@ -194,7 +199,7 @@ mod tests {
             [1],
             "of two groups of one rank, the one with the lower rank counts as the larger"
         );
-        let refused = Call::new(OpType::Declined);
+        let refused = CallDescription::new(OpType::Declined);
         assert_eq!(mismatch(7, &[refused, refused, a]).ranks(), [0, 1]);
         assert_eq!(mismatch_of_two(7, 3, &a, 1, &b).ranks(), [1, 3]);
         assert_eq!(mismatch_of_two(7, 3, &refused, 1, &b).ranks(), [3]);
@@ -203,14 +208,16 @@ mod tests {
 
     #[test]
     fn calls_that_take_memory_on_some_ranks_only_are_named_with_the_reason() {
-        let call = |count| Call::new(OpType::AllReduce).elements(DType::F32, count);
+        let call = |count| CallDescription::new(OpType::AllReduce).elements(DType::F32, count);
         let sum = |count| call(count).reduce(ReduceOp::Sum);
         let made = sum(1 << 20).input(Place::Window(0x80)).output(Place::Window(0x80));
         let text = mismatch_of_two(7, 0, &sum(1 << 20).grows(), 1, &made).to_string();
         let grows = "rank 0: the first large call, before which the communicator takes memory: all_reduce sum of";
         assert!(text.contains(&format!("{grows} 1048576 f32\n")), "{text}");
         assert!(text.contains("captured in graphs on all ranks or on none"), "{text}");
-        for other in [sum(8), sum(1 << 20).reduce(ReduceOp::Max), Call::new(OpType::Barrier)] {
+        for other in
+            [sum(8), sum(1 << 20).reduce(ReduceOp::Max), CallDescription::new(OpType::Barrier)]
+        {
             let text = mismatch_of_two(7, 0, &sum(1 << 20).grows(), 1, &other).to_string();
             assert!(text.contains(grows) && !text.contains("captured"), "{text}");
         }
@@ -219,7 +226,7 @@ mod tests {
     #[test]
     fn a_first_large_call_that_one_rank_captures_alone_is_named_with_the_reason() {
         let sum = |count| {
-            let call = Call::new(OpType::AllReduce).elements(DType::F32, count);
+            let call = CallDescription::new(OpType::AllReduce).elements(DType::F32, count);
             call.reduce(ReduceOp::Sum).grows()
         };
         let (one, other) = (sum(1 << 20), sum(1 << 21));
@@ -238,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_call_in_the_memory_for_small_calls_on_one_rank_alone_is_named_with_the_reason() {
-        let sum = Call::new(OpType::AllReduce).elements(DType::F32, 1 << 20);
+        let sum = CallDescription::new(OpType::AllReduce).elements(DType::F32, 1 << 20);
         let sum = sum.reduce(ReduceOp::Sum);
         let (small, large) =
             (sum.algorithm(LL).piece(2), sum.algorithm(SCRATCH).in_large_area(true));
@@ -257,7 +264,8 @@ mod tests {
 
     #[test]
     fn different_grids_give_another_error_than_different_calls() {
-        let call = Call::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let call =
+            CallDescription::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
         let call = call.output(Place::Window(0x40));
         let (few, more) = (call.peer_blocks(17), call.peer_blocks(133));
         assert_eq!((few.to_string(), few.peer_blocks(0)), (call.to_string(), call));
@@ -273,10 +281,11 @@ mod tests {
 
     #[test]
     fn different_pieces_of_a_call_give_an_error_of_their_own() {
-        let call = Call::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let call =
+            CallDescription::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
         let text = mismatch_of_two(7, 3, &call.piece(2), 1, &call.peer_blocks(9)).to_string();
         assert!(text.contains("rank 1 at piece 1 and rank 3 at piece 3"), "{text}");
-        let other = Call::new(OpType::Barrier).piece(2);
+        let other = CallDescription::new(OpType::Barrier).piece(2);
         let text = mismatch_of_two(7, 3, &other, 1, &call).to_string();
         assert!(text.contains("different collectives"), "{text}");
     }
@@ -284,10 +293,10 @@ mod tests {
     #[test]
     fn outputs_that_copy_engines_cannot_reach_are_named_with_what_to_do() {
         let copied = |offset| {
-            let call = Call::new(OpType::AllToAll).elements(DType::F32, 8);
+            let call = CallDescription::new(OpType::AllToAll).elements(DType::F32, 8);
             call.output(Place::Window(offset)).algorithm(COPY)
         };
-        let pushed = Call::new(OpType::AllToAllV).elements(DType::F32, 1);
+        let pushed = CallDescription::new(OpType::AllToAllV).elements(DType::F32, 1);
         for (other, words) in
             [(copied(0x80), "window offset 0x80, by copy"), (pushed, "rows of 1 f32\n")]
         {
@@ -296,7 +305,8 @@ mod tests {
             assert!(text.contains(words) && text.contains("pool.empty"), "{text}");
             assert!(text.contains("all_to_all=\"direct\""), "{text}");
         }
-        let (barrier, other) = (Call::new(OpType::Barrier), pushed.elements(DType::F32, 2));
+        let (barrier, other) =
+            (CallDescription::new(OpType::Barrier), pushed.elements(DType::F32, 2));
         for (one, another) in [(pushed, barrier), (pushed, other), (copied(0x40), barrier)] {
             let text = mismatch_of_two(7, 0, &one, 1, &another).to_string();
             assert!(!text.contains("pool.empty"), "{text}");

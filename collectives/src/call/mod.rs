@@ -69,8 +69,7 @@ pub(crate) struct NormFields {
     pub(crate) algorithm: u8,
 }
 
-/// Everything that ranks must agree on before data is accessed, packed. In CUDA `Call` is all arguments of a kernel
-/// (`CallParams`), of which these words are the description.
+/// Everything that ranks must agree on before data is accessed, packed. A kernel has these words in its `CallParams`.
 ///
 /// Bits of word 0:
 ///
@@ -96,11 +95,11 @@ pub(crate) struct NormFields {
 /// | matmuls | rows | inner dimension, columns | the rest of the shape |
 /// | experts | row length, experts, experts a token, the rest of the mode | tokens, capacity | the buffer's memory, or its SMs |
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Call {
+pub(crate) struct CallDescription {
     words: [u64; DESCRIPTION_WORDS],
 }
 
-impl Call {
+impl CallDescription {
     #[inline]
     pub(crate) fn new(operation: OpType) -> Self {
         Self { words: [operation as u64, 0, 0, 0] }
@@ -378,12 +377,15 @@ mod tests {
     /// Rule S6.
     #[test]
     fn every_field_changes_the_digest_and_reads_back() {
-        let base = Call::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
+        let base =
+            CallDescription::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Sum);
         let others = [
-            Call::new(OpType::ReduceScatter).elements(DType::F32, 8).reduce(ReduceOp::Sum),
-            Call::new(OpType::AllReduce).elements(DType::I32, 8).reduce(ReduceOp::Sum),
-            Call::new(OpType::AllReduce).elements(DType::F32, 9).reduce(ReduceOp::Sum),
-            Call::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Max),
+            CallDescription::new(OpType::ReduceScatter)
+                .elements(DType::F32, 8)
+                .reduce(ReduceOp::Sum),
+            CallDescription::new(OpType::AllReduce).elements(DType::I32, 8).reduce(ReduceOp::Sum),
+            CallDescription::new(OpType::AllReduce).elements(DType::F32, 9).reduce(ReduceOp::Sum),
+            CallDescription::new(OpType::AllReduce).elements(DType::F32, 8).reduce(ReduceOp::Max),
             base.algorithm_code(1),
             base.root(1),
             base.input(Place::Window(0)),
@@ -419,9 +421,9 @@ mod tests {
             capacity: None,
         };
         let mode = ExpertMode { more: 3, scale_bytes: 4, scale_dtype: 5, ..Default::default() };
-        let experts = Call::new(OpType::ExpertDispatch).experts(&shape, mode).piece(1);
+        let experts = CallDescription::new(OpType::ExpertDispatch).experts(&shape, mode).piece(1);
         assert_eq!(experts.expert_mode(), mode, "a piece's number leaves the mode as it is");
-        assert_eq!(Call::from_words(*base.words()), base);
+        assert_eq!(CallDescription::from_words(*base.words()), base);
         assert_eq!(
             base.input(Place::Window(0x40)).to_string(),
             "all_reduce sum of 8 f32 from window offset 0x40 to ordinary memory"
@@ -440,7 +442,7 @@ mod tests {
             powers_of_two: false,
             algorithm: 1,
         };
-        let call = |fields| Call::norm((DType::Bf16, 7 * 4096), fields);
+        let call = |fields| CallDescription::norm((DType::Bf16, 7 * 4096), fields);
         let others = [
             NormFields { hidden: 8192, ..usual },
             NormFields { epsilon: 1e-5, ..usual },

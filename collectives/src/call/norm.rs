@@ -6,7 +6,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::{Call, NormFields};
+use super::{CallDescription, NormFields};
 use crate::DType;
 use crate::NormOutput;
 
@@ -150,8 +150,12 @@ impl NormShape {
     }
 
     /// Description of the call that ranks compare.
-    pub(crate) fn describe(&self, buffers: &NormBuffers, algorithm: FusedAlgorithm) -> Call {
-        Call::norm(
+    pub(crate) fn describe(
+        &self,
+        buffers: &NormBuffers,
+        algorithm: FusedAlgorithm,
+    ) -> CallDescription {
+        CallDescription::norm(
             (self.dtype, self.tokens.saturating_mul(self.hidden)),
             NormFields {
                 hidden: self.hidden as u32,

@@ -3,7 +3,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::{Arguments, Call, OpType};
+use super::{Arguments, CallDescription, OpType};
 use crate::plan::{CheckedPlan, Collective, Plan};
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};
@@ -16,7 +16,7 @@ const MAX_COUNT: usize = 1 << 48;
 
 /// How a call's elements are divided into chunks.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Chunks {
+pub(crate) struct ChunkSizes {
     /// Elements of a part.
     pub(crate) count: usize,
     /// Elements of a chunk; those at the end of a part may have fewer, or none.
@@ -25,7 +25,7 @@ pub(crate) struct Chunks {
     pub(crate) size: usize,
 }
 
-impl Chunks {
+impl ChunkSizes {
     fn new(checked: &CheckedPlan, count: usize, size: usize) -> Result<Self> {
         let plan = checked.plan();
         let of_part = plan.chunks_of_part() as usize;
@@ -65,7 +65,7 @@ impl Chunks {
 
 impl Arguments {
     /// Refuses what no engine can run, and finds the chunks.
-    pub(crate) fn check(&self, checked: &CheckedPlan, rank: u32, world: u32) -> Result<Chunks> {
+    pub(crate) fn check(&self, checked: &CheckedPlan, rank: u32, world: u32) -> Result<ChunkSizes> {
         let Self { count, dtype, op, .. } = *self;
         let plan = checked.plan();
         let name = &plan.name;
@@ -91,11 +91,11 @@ impl Arguments {
                 dtype.name()
             )));
         }
-        Chunks::new(checked, count, dtype.size())
+        ChunkSizes::new(checked, count, dtype.size())
     }
 
     /// Description of the call that ranks compare.
-    pub(crate) fn describe(&self, checked: &CheckedPlan) -> Call {
+    pub(crate) fn describe(&self, checked: &CheckedPlan) -> CallDescription {
         let plan = checked.plan();
         let reached = [checked.needs_input_window(), checked.needs_output_window()];
         self.described(operation(plan), plan.collective.reduces(), reached, checked.hash())
@@ -109,8 +109,9 @@ impl Arguments {
         reduces: bool,
         reached: [bool; 2],
         hash: u64,
-    ) -> Call {
-        let mut call = Call::new(operation).elements(self.dtype, self.count).root(self.root);
+    ) -> CallDescription {
+        let mut call =
+            CallDescription::new(operation).elements(self.dtype, self.count).root(self.root);
         if reduces {
             call = call.reduce(self.op);
         }

@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-use super::{Call, GROWS, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, OpType};
+use super::{CallDescription, GROWS, IN_PLACE, INPUT_WINDOW, OFFSET, OUTPUT_WINDOW, OpType};
 use crate::algorithm::{AUTO, AlgorithmId, known};
 use crate::{DType, MatmulKind, NormOutput, ReduceOp};
 
-impl Call {
+impl CallDescription {
     /// Writes the text behind the name and the type of a dispatch to experts, a combine, or the making of their
     /// buffer.
     fn fmt_experts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -46,7 +46,7 @@ impl Call {
     }
 }
 
-impl fmt::Display for Call {
+impl fmt::Display for CallDescription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [head, count, input, output] = self.piece(0).in_large_area(false).words;
         let (count, input, output) = (count & OFFSET, input & OFFSET, output & OFFSET);
@@ -172,11 +172,12 @@ mod tests {
             capacity: Some(9),
         };
         let made = "making of a buffer for experts of f32, hidden 64, 8 experts, top_k 2, max_tokens 5, capacity 9";
-        let plain = Call::expert_buffer(&shape, 0, false);
+        let plain = CallDescription::expert_buffer(&shape, 0, false);
         assert_eq!(plain.to_string(), made);
-        let text = Call::expert_buffer(&shape, 4, true).to_string();
+        let text = CallDescription::expert_buffer(&shape, 4, true).to_string();
         assert_eq!(text, format!("{made}, num_sms 4, for weights"));
-        let more = Call::expert_buffer(&ExpertShape { max_tokens: 6, ..shape }, 0, false);
+        let more =
+            CallDescription::expert_buffer(&ExpertShape { max_tokens: 6, ..shape }, 0, false);
         assert!(more != plain && plain.operation() == Some(OpType::ExpertBuffer));
     }
 }

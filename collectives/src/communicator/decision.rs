@@ -11,7 +11,7 @@ use symmpool_allocator::{Error, Pool, Result, Stream};
 
 use super::{Communicator, CommunicatorOptions, Inner};
 use crate::Algorithm;
-use crate::algorithm::table_format::Row;
+use crate::algorithm::table_format::TableRow;
 use crate::algorithm::{
     AUTO, AlgorithmId, CallShape, RequestedName, Source, StandardCollective, read_rows, table_files,
 };
@@ -45,10 +45,10 @@ impl<F: Fn(&CallShape) -> Result<Option<String>> + Send + Sync> Selector for F {
 }
 
 /// Requests of options, selectors and tables for each collective.
-pub(super) struct Choices([Choice; StandardCollective::ALL.len()]);
+pub(super) struct Choices([CollectiveChoice; StandardCollective::ALL.len()]);
 
 #[derive(Default)]
-struct Choice {
+struct CollectiveChoice {
     /// Whether a request, a selector or a table comes before the engine's rule.
     overrides_rule: bool,
     requested: Option<RequestedName>,
@@ -61,7 +61,7 @@ struct Choice {
 
 /// A row of a table that was loaded.
 struct Measured {
-    row: Row,
+    row: TableRow,
     /// The plan with the row's number of blocks, once it was needed, and the hash of the plan that it was made of.
     with_blocks: Option<(u64, Algorithm)>,
 }
@@ -69,7 +69,7 @@ struct Measured {
 impl Choices {
     /// Takes the requests of options and of the environment.
     pub(super) fn new(options: &CommunicatorOptions, devices: &[&str]) -> Result<Self> {
-        let mut choices = Self(std::array::from_fn(|_| Choice::default()));
+        let mut choices = Self(std::array::from_fn(|_| CollectiveChoice::default()));
         for collective in StandardCollective::ALL {
             let requested = RequestedName::of(collective, options.requested(collective))?;
             let choice = choices.of(collective);
@@ -83,7 +83,7 @@ impl Choices {
     }
 
     /// Adds the rows of tables. They replace those that were loaded before for the same collective.
-    fn load(&mut self, rows: &[(StandardCollective, Row)]) {
+    fn load(&mut self, rows: &[(StandardCollective, TableRow)]) {
         for collective in StandardCollective::ALL {
             let of = rows.iter().filter(|(each, _)| *each == collective);
             let rows: Vec<Measured> =
@@ -96,7 +96,7 @@ impl Choices {
         }
     }
 
-    fn of(&mut self, collective: StandardCollective) -> &mut Choice {
+    fn of(&mut self, collective: StandardCollective) -> &mut CollectiveChoice {
         &mut self.0[collective as usize]
     }
 

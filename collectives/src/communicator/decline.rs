@@ -27,12 +27,12 @@ enum Stage {
 }
 
 /// The stage of a background thread, and whoever waits for it.
-struct Progress {
+struct ThreadProgress {
     stage: Mutex<Stage>,
     changed: Condvar,
 }
 
-impl Progress {
+impl ThreadProgress {
     fn lock(&self) -> MutexGuard<'_, Stage> {
         self.stage.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -62,7 +62,7 @@ impl Progress {
 }
 
 /// Ends the waits for a thread, also if it panics.
-struct EndsWaits(Arc<Progress>);
+struct EndsWaits(Arc<ThreadProgress>);
 
 impl Drop for EndsWaits {
     fn drop(&mut self) {
@@ -146,7 +146,7 @@ impl Communicator {
         let (shared, pool, reason, stream) =
             (Arc::clone(&self.shared), self.pool.clone(), why.clone(), *stream);
         let (stage, changed) = (Mutex::new(Stage::Waits), Condvar::new());
-        let progress = Arc::new(Progress { stage, changed });
+        let progress = Arc::new(ThreadProgress { stage, changed });
         let theirs = Arc::clone(&progress);
         let decline = move || {
             let ends = EndsWaits(theirs);

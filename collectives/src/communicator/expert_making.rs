@@ -10,7 +10,7 @@ use super::engine::AnyEngine;
 use super::experts::ExpertBuffer;
 use super::{Communicator, Inner};
 use crate::ExpertShape;
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::call::experts::RegionParts;
 
 /// Alignment of the memory. DLPack consumers may count on 256 bytes.
@@ -39,7 +39,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     ) -> Result<(Block<u8>, Self)> {
         let shape = shape.checked(comm.rank(), comm.world())?;
         Self::check_sms(comm.rank(), num_sms)?;
-        let call = Call::expert_buffer(&shape, num_sms.unwrap_or(0), any_layout);
+        let call = CallDescription::expert_buffer(&shape, num_sms.unwrap_or(0), any_layout);
         let bytes = RegionParts::new(&shape, comm.world()).bytes as usize;
         let block = {
             let mut inner = comm.begin(stream)?;
@@ -56,7 +56,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
 
 impl Communicator {
     /// Waits on the host until every rank has come to a call without data.
-    fn await_call(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
+    fn await_call(&self, inner: &mut Inner, call: CallDescription, stream: &Stream) -> Result<()> {
         match &mut inner.engine {
             AnyEngine::Host(host) => host.handshake_only(&call),
             AnyEngine::Spanning(spanning) => Err(spanning.decline_across("a buffer for experts")),
@@ -68,7 +68,7 @@ impl Communicator {
     fn allocate_together(
         &self,
         inner: &mut Inner,
-        call: Call,
+        call: CallDescription,
         ready: Result<()>,
         bytes: usize,
         stream: &Stream,

@@ -13,10 +13,11 @@ use super::{Communicator, Inner};
 use crate::call::experts::{
     ExpertCall, ExpertMode, ExpertsWork, HandleParts, RegionParts, SCALE_GROUP,
 };
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::sync::MutexGuard;
 use crate::{
-    CombineAt, DType, DispatchAt, ExpertLayout, ExpertShape, Place, Quantization, ReceivedSizes,
+    CombineAt, DType, DispatchAt, ExpertLayout, ExpertQuantization, ExpertShape, Place,
+    ReceivedSizes,
 };
 
 /// Sends tokens to the ranks of their experts, and sums up what comes back.
@@ -265,7 +266,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         if let Err(why) = self.check_dispatch(handle, dispatch) {
             return Err(self.decline(&why, stream));
         }
-        let row_bytes = match dispatch.quantized || dispatch.quantize != Quantization::None {
+        let row_bytes = match dispatch.quantized || dispatch.quantize != ExpertQuantization::None {
             true => self.shape.hidden,
             false => self.shape.row_bytes(),
         };
@@ -372,7 +373,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         work: ExpertsWork,
         stream: &Stream,
     ) -> Result<ExpertCall> {
-        let described = Call::new(operation).experts(&self.shape, mode);
+        let described = CallDescription::new(operation).experts(&self.shape, mode);
         self.comm.grow_for_experts(inner, described, stream)?;
         let bytes = RegionParts::new(&self.shape, self.comm.world()).bytes as usize;
         let place = self.comm.place_at(inner, self.region as *mut u8, bytes, stream)?;
@@ -415,7 +416,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             }
             there(dispatch.ids, "ids", dispatch.ids_dtype.size())?;
         }
-        let quantizes = dispatch.quantize != Quantization::None;
+        let quantizes = dispatch.quantize != ExpertQuantization::None;
         if quantizes && (dispatch.quantized || !shape.hidden.is_multiple_of(SCALE_GROUP)) {
             return Err(format!(
                 "{:?} of tokens of {} {}: tokens that are quantised by dispatch are not so before, and have a \

@@ -22,7 +22,7 @@ use super::decision::Chosen;
 use super::engine::AnyEngine;
 use super::{Communicator, Inner};
 use crate::algorithm::Source;
-use crate::call::{Arguments, Call, OpType, StandardCall, mismatch_of_first_large};
+use crate::call::{Arguments, CallDescription, OpType, StandardCall, mismatch_of_first_large};
 use crate::cuda::{Area, CudaEngine, fits_lamport};
 use crate::{DType, StandardCollective};
 
@@ -102,7 +102,7 @@ impl Communicator {
         dtype: DType,
         stream: &Stream,
     ) -> Result<()> {
-        self.grow(inner, Call::new(OpType::AllToAllV).elements(dtype, 0), stream)
+        self.grow(inner, CallDescription::new(OpType::AllToAllV).elements(dtype, 0), stream)
     }
 
     /// Grows before any call in which every rank sends so many bytes to each, if they do not fit into an inbox.
@@ -110,7 +110,7 @@ impl Communicator {
         &self,
         inner: &mut Inner,
         (bytes, inbox): (u64, Inbox),
-        call: Call,
+        call: CallDescription,
         stream: &Stream,
     ) -> Result<()> {
         let is_large = |cuda: &CudaEngine| cuda.is_large(bytes, inbox == Inbox::Lamport);
@@ -128,7 +128,12 @@ impl Communicator {
     ///
     /// Those of the call, on every rank: `is_diverged` if ranks make different calls, or only some of them capture it, a late or
     /// lost rank; and those of a commit.
-    pub(super) fn grow(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
+    pub(super) fn grow(
+        &self,
+        inner: &mut Inner,
+        call: CallDescription,
+        stream: &Stream,
+    ) -> Result<()> {
         let AnyEngine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
         if cuda.is_rehearsing() {
             self.rehearse_growth(cuda);
@@ -163,7 +168,7 @@ impl Communicator {
     pub(super) fn grow_for_experts(
         &self,
         inner: &mut Inner,
-        call: Call,
+        call: CallDescription,
         stream: &Stream,
     ) -> Result<()> {
         let AnyEngine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
@@ -175,7 +180,7 @@ impl Communicator {
 
     /// Takes the memory for large calls, on every rank or on none.
     #[cold]
-    fn take_memory(&self, inner: &mut Inner, call: Call, stream: &Stream) -> Result<()> {
+    fn take_memory(&self, inner: &mut Inner, call: CallDescription, stream: &Stream) -> Result<()> {
         let AnyEngine::Cuda(cuda) = &mut inner.engine else { return Ok(()) };
         let captures = self.pool.driver().is_capturing(*stream);
         let call = call.grows();
@@ -220,7 +225,12 @@ impl Communicator {
     }
 
     /// Waits on the host until every rank has come to capture the call, and fails the communicator where that fails.
-    fn meet_ranks(&self, cuda: &mut CudaEngine, call: Call, stream: &Stream) -> Result<()> {
+    fn meet_ranks(
+        &self,
+        cuda: &mut CudaEngine,
+        call: CallDescription,
+        stream: &Stream,
+    ) -> Result<()> {
         let (rank, topic) = (self.rank(), cuda.growth_topic());
         let deadline = Deadline::after(self.timeout.get());
         let own = Arrival { captures: true, call };
@@ -238,7 +248,12 @@ impl Communicator {
     }
 
     /// Waits until every rank has come to the call outside of captures.
-    fn come_to_handshakes(&self, cuda: &mut CudaEngine, call: Call, stream: &Stream) -> Result<()> {
+    fn come_to_handshakes(
+        &self,
+        cuda: &mut CudaEngine,
+        call: CallDescription,
+        stream: &Stream,
+    ) -> Result<()> {
         cuda.ready()?;
         let topic = cuda.growth_topic();
         let own = Arrival { captures: false, call };
@@ -261,7 +276,7 @@ impl Communicator {
     pub(super) fn await_ranks(
         &self,
         cuda: &mut CudaEngine,
-        call: Call,
+        call: CallDescription,
         stream: &Stream,
     ) -> Result<()> {
         self.await_ranks_unless(cuda, call, stream, &mut |_, _| Ok(()))
@@ -272,7 +287,7 @@ impl Communicator {
     fn await_ranks_unless(
         &self,
         cuda: &mut CudaEngine,
-        call: Call,
+        call: CallDescription,
         stream: &Stream,
         look: &mut Look<'_>,
     ) -> Result<()> {
@@ -358,7 +373,7 @@ struct Arrival {
     /// Whether it captures the call.
     captures: bool,
     /// The call's description, as the handshakes on the device compare it.
-    call: Call,
+    call: CallDescription,
 }
 
 impl Arrival {
@@ -374,7 +389,7 @@ impl Arrival {
         let (captures, words) = bytes.split_first()?;
         let (words, rest) = words.as_chunks::<8>();
         let words = words.iter().map(|word| u64::from_le_bytes(*word)).collect::<Vec<_>>();
-        let call = Call::from_words(words.try_into().ok().filter(|_| rest.is_empty())?);
+        let call = CallDescription::from_words(words.try_into().ok().filter(|_| rest.is_empty())?);
         Some(Self { captures: *captures != 0, call })
     }
 

@@ -62,7 +62,11 @@ impl Communicator {
         if pool.driver().as_cuda().is_some() {
             let requested = valid.map(|()| all_reduce);
             let (engine, control) = Self::on_device(pool, options, &requested)?;
-            let made = Made { engine, control: ControlMemory::Block(control), one_sided: None };
+            let made = CommunicatorParts {
+                engine,
+                control: ControlMemory::Block(control),
+                one_sided: None,
+            };
             return Ok(Self::of(pool, options, made, choices?));
         }
         let (made, subgroup_memory) = Self::in_host_memory(pool, options, valid)?;
@@ -73,10 +77,10 @@ impl Communicator {
     pub(super) fn of(
         pool: &Pool,
         options: &CommunicatorOptions,
-        made: Made,
+        made: CommunicatorParts,
         choices: Choices,
     ) -> Self {
-        let Made { engine, control, one_sided } = made;
+        let CommunicatorParts { engine, control, one_sided } = made;
         let windows = pool.windows();
         Self {
             pool: pool.clone(),
@@ -107,7 +111,7 @@ impl Communicator {
         pool: &Pool,
         options: &CommunicatorOptions,
         valid: Result<()>,
-    ) -> Result<(Made, Option<Arc<SubgroupMemory>>)> {
+    ) -> Result<(CommunicatorParts, Option<Arc<SubgroupMemory>>)> {
         let driver = pool.driver();
         if !driver.host_accessible() {
             return Err(Error::unsupported(format!(
@@ -138,7 +142,7 @@ impl Communicator {
             one_sided = Some(unsafe { engine.one_sided(Box::new(alive)) });
             Ok(AnyEngine::Host(Box::new(engine)))
         })?;
-        let made = Made { engine, control: ControlMemory::Block(control), one_sided };
+        let made = CommunicatorParts { engine, control: ControlMemory::Block(control), one_sided };
         Ok((made, subgroup_memory.map(|block| SubgroupMemory::new(pool, block))))
     }
 
@@ -212,7 +216,7 @@ impl Communicator {
 }
 
 /// The parts of a communicator that was made.
-pub(super) struct Made {
+pub(super) struct CommunicatorParts {
     pub(super) engine: AnyEngine,
     pub(super) control: ControlMemory,
     pub(super) one_sided: Option<HostOneSided>,

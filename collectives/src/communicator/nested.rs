@@ -10,7 +10,7 @@ use symmpool_allocator::{Error, Group, Pool, Result};
 use super::call_lock::ControlMemory;
 use super::decision::{Choices, device_names};
 use super::engine::AnyEngine;
-use super::make::{Made, all_to_all_of, host_options};
+use super::make::{CommunicatorParts, all_to_all_of, host_options};
 use super::peers::still_nested;
 use super::{Communicator, CommunicatorOptions};
 use crate::host::subgroup_memory::{Arrivals, GroupKey, NestedMemory, Offer};
@@ -117,7 +117,7 @@ impl Communicator {
         // SAFETY: like the engine, it is not used once the communicator is dropped.
         let one_sided = Some(unsafe { engine.one_sided(Box::new(alive)) });
         let engine = AnyEngine::Host(Box::new(engine));
-        let made = Made { engine, control: ControlMemory::Nested(memory), one_sided };
+        let made = CommunicatorParts { engine, control: ControlMemory::Nested(memory), one_sided };
         Ok(Self::of(pool, options, made, choices))
     }
 

@@ -21,12 +21,12 @@ fn number(pid: u32) -> Option<Pid> {
 }
 
 /// The processes of a pool's ranks, as far as this one can see them.
-struct Processes(Vec<Process>);
+struct OpenProcesses(Vec<Process>);
 
 /// Says whether a rank can still take part in calls: its process runs and has the pool. That takes a few system
 /// calls, so it is asked only after waiting for a while.
 pub(super) fn still_there(pool: &Pool) -> impl Fn(u32) -> bool + Clone + Send + Sync + 'static {
-    let (processes, pool) = (Arc::new(Processes::of(pool)), pool.clone());
+    let (processes, pool) = (Arc::new(OpenProcesses::of(pool)), pool.clone());
     // A rank that dropped its pool has no communicator either, as a communicator keeps its pool.
     move |rank| processes.alive(rank) && !pool.has_left(rank)
 }
@@ -51,7 +51,7 @@ enum Process {
     Gone,
 }
 
-impl Processes {
+impl OpenProcesses {
     fn of(pool: &Pool) -> Self {
         let own = std::process::id();
         let open = |rank| match pool.peer_pid(rank).filter(|pid| *pid != own) {
@@ -98,7 +98,7 @@ mod tests {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let pid = child.id();
         let number = Pid::from_raw(pid as i32).unwrap();
-        let processes = Processes(vec![Process::open(pid), Process::Number(number)]);
+        let processes = OpenProcesses(vec![Process::open(pid), Process::Number(number)]);
         assert!(processes.alive(0) && processes.alive(1));
         assert!(processes.alive(7), "an unknown rank is not reported as dead");
         drop(child.stdin.take());

@@ -9,7 +9,7 @@ use symmpool_allocator::{Block, Error, Result, Stream};
 use super::decision::Chosen;
 use super::{Communicator, Inner};
 use crate::algorithm::{AUTO, Source};
-use crate::call::{Arguments, Call, OpType, StandardCall};
+use crate::call::{Arguments, CallDescription, OpType, StandardCall};
 use crate::{Algorithm, DType, Element, Place, ReduceOp, StandardCollective};
 
 /// A call of a collective: on which memory, with how many elements, and by which algorithm.
@@ -434,7 +434,7 @@ impl Communicator {
         size: Size,
         stream: &Stream,
     ) -> Result<()> {
-        let call = Call::new(OpType::Custom).elements(request.dtype, size.count);
+        let call = CallDescription::new(OpType::Custom).elements(request.dtype, size.count);
         self.grow(&mut inner, call.registered(algorithm.hash()), stream)?;
         let arguments = self.arguments(&mut inner, request, size, stream)?;
         match algorithm.source() {

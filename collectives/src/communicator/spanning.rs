@@ -7,7 +7,7 @@ use symmpool_allocator::{Block, Error, Pool, Result};
 use super::call_lock::ControlMemory;
 use super::decision::{Choices, device_names};
 use super::engine::AnyEngine;
-use super::make::{Made, all_to_all_of, host_options};
+use super::make::{CommunicatorParts, all_to_all_of, host_options};
 use super::peers::still_there;
 use super::{Communicator, CommunicatorOptions};
 use crate::outer::Outers;
@@ -72,7 +72,8 @@ impl Communicator {
                 SpanningEngine::new(pool, Box::new(engine), outers, (offset + staging, number))?;
             Ok(AnyEngine::Spanning(Box::new(engine)))
         })?;
-        let made = Made { engine, control: ControlMemory::Block(control), one_sided: None };
+        let made =
+            CommunicatorParts { engine, control: ControlMemory::Block(control), one_sided: None };
         Ok(Self::of(pool, options, made, choices?))
     }
 

@@ -42,22 +42,22 @@ use self::recv_counts::RecvCounts;
 use self::rehearsal::Rehearsal;
 use self::stream_order::{CallEvents, StreamOrder};
 use super::all_to_all::row::Exchange;
-use super::driver::api::{Api, Handle};
+use super::driver::api::{Api, CudaHandle};
 use super::kernel::kernels::Kernels;
 use super::kernel::modules::Modules;
 use super::kernel::sm_budget::BudgetOptions;
 use super::kernel::spec::KernelSpec;
 use super::layout::p2p_layout::P2p;
 use super::layout::params::Footprint;
-use super::layout::params::{CallParams, ChannelEnd, Comm, Control};
+use super::layout::params::{CallParams, ChannelEnd, CommFields, ControlLayout};
 use super::select::table::MeasuredTable;
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::cuda::driver::api::cuda;
 use crate::types::timeout::Timeout;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, CommunicatorMemory, Place};
 pub(crate) use areas::Area;
 use areas::Areas;
-use decline::Progress;
+use decline::CallProgress;
 
 /// How a [`CudaEngine`] behaves. The same on every rank.
 #[derive(Clone, Debug)]
@@ -90,7 +90,7 @@ pub(crate) struct CudaEngine {
     maker: ProcessId,
     pub(super) api: &'static Api,
     /// The layout of the area that the call under way uses.
-    pub(super) control: Control,
+    pub(super) control: ControlLayout,
     areas: Areas,
     /// Table of what was measured on devices of this kind.
     pub(super) measured: MeasuredTable,
@@ -98,7 +98,7 @@ pub(crate) struct CudaEngine {
     pub(super) nvlinked: bool,
     /// Whether calls may run beside compute.
     pub(super) beside_compute: bool,
-    pub(super) comm: Comm,
+    pub(super) comm: CommFields,
     /// How exchanges go whose calls name no algorithm.
     pub(super) default_exchange: &'static Exchange,
     kernels: Kernels,
@@ -124,7 +124,7 @@ pub(crate) struct CudaEngine {
     channels: BTreeMap<ChannelEnd, StreamOrder>,
     pub(super) p2p: P2p,
     pub(super) memory_operations: MemoryOperations,
-    progress: Progress,
+    progress: CallProgress,
     /// While a call is rehearsed.
     pub(super) rehearsal: Option<Box<Rehearsal>>,
 }
@@ -285,7 +285,7 @@ impl CudaEngine {
     /// Every rank has called it before what follows on the stream runs; what ranks wrote before is
     /// visible then.
     pub(crate) fn barrier(&mut self, stream: Stream) -> Result<()> {
-        self.handshake_only(Call::new(OpType::Barrier), stream)
+        self.handshake_only(CallDescription::new(OpType::Barrier), stream)
     }
 
     /// [`Self::barrier`] that adds to `waits`, an `i64` for each rank, for how many clock cycles of an SM this rank
@@ -300,7 +300,7 @@ impl CudaEngine {
         let spec = KernelSpec::measured_barrier();
         let grid = (1, spec.threads);
         let kernel = self.kernel(spec)?;
-        let params = CallParams::of(&Call::new(OpType::Barrier));
+        let params = CallParams::of(&CallDescription::new(OpType::Barrier));
         // SAFETY: the caller promised that `waits` is aligned, readable and writable for a number for each rank until
         // the stream is past the call; the address is the kernel's third parameter.
         unsafe { self.launch_with_work(kernel, grid, &params, &waits, stream) }
@@ -366,7 +366,7 @@ impl Drop for CudaEngine {
             self.events.end(api);
             for stream in streams {
                 // SAFETY: made by this value and given up here; nothing runs on it.
-                let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };
+                let code = unsafe { (api.stream_destroy)(stream.raw() as CudaHandle) };
                 CudaDriver::check(code, || "giving back a stream".to_owned())?;
             }
             self.memory_operations.free();

@@ -26,7 +26,7 @@ mod ops;
 mod reduce_scatter;
 mod select;
 
-use crate::jit::Kernel;
+use crate::jit::KernelSource;
 use crate::jit::sources::KERNELS;
 
 pub(crate) use self::all_reduce::constraints::fits_lamport;
@@ -48,7 +48,7 @@ pub use self::reduce_scatter::row::ScatterCases;
 pub(crate) use engine::{Area, CudaEngine, CudaEngineOptions, ReadyKernels};
 
 /// Every kernel.
-pub(crate) fn kernels() -> impl Iterator<Item = &'static Kernel<'static>> {
+pub(crate) fn kernels() -> impl Iterator<Item = &'static KernelSource<'static>> {
     let exchanges = all_to_all::KERNELS.into_iter().chain([&broadcast::pipeline::KERNEL]);
     KERNELS.iter().copied().chain(all_reduce::kernels()).chain(exchanges)
 }

@@ -10,7 +10,7 @@ use super::HostEngine;
 use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
 use crate::call::experts::ExpertCall;
 use crate::call::rehearsal::{Lifts, Rehearsed};
-use crate::call::{Arguments, Call, StandardCall};
+use crate::call::{Arguments, CallDescription, StandardCall};
 use crate::engine::{Engine, FailureHandle};
 use crate::plan::CheckedPlan;
 use crate::types::timeout::Timeout;
@@ -182,7 +182,7 @@ impl Engine for HostEngine {
         HostEngine::barrier(self)
     }
 
-    fn meet(&mut self, call: &Call) -> Result<()> {
+    fn meet(&mut self, call: &CallDescription) -> Result<()> {
         self.handshake_only(call)
     }
 

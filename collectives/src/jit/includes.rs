@@ -1,7 +1,7 @@
 //! Which headers a kernel includes, directly and through others. A kernel is compiled with these alone, and is kept until
 //! one of them changes.
 
-use super::sources::{HEADERS, Kernel};
+use super::sources::{HEADERS, KernelSource};
 
 /// The name of a header, and its text.
 pub(super) type SourceHeader = (&'static str, &'static str);
@@ -25,7 +25,7 @@ pub(super) fn headers_of(source: &str) -> Vec<SourceHeader> {
 
 /// For each of these kernels and every header: its folder, and its path and text with those of all that it includes.
 pub(crate) fn sources_below(
-    kernels: impl Iterator<Item = &'static Kernel<'static>>,
+    kernels: impl Iterator<Item = &'static KernelSource<'static>>,
 ) -> impl Iterator<Item = (&'static str, Vec<SourceHeader>)> {
     let kernels = kernels.map(|kernel| (kernel.path, kernel.source));
     kernels.chain(HEADERS.iter().copied()).map(|(path, source)| {

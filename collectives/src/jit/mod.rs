@@ -40,13 +40,13 @@ use symmpool_allocator::{Error, Result};
 
 pub(crate) use arch::Arch;
 pub use found::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
-pub(crate) use sources::{Kernel, kernel_beside};
+pub(crate) use sources::{KernelSource, kernel_beside};
 
 use arch::Target;
 use cache::{Cache, CachedKernel, Key};
 use includes::{SourceHeader, headers_of};
 pub(crate) use includes::{shares_memory, sources_below};
-use nvrtc::{Nvrtc, Output, Program};
+use nvrtc::{Nvrtc, NvrtcProgram, Output};
 
 /// Part of every cache key. It changes when this module compiles the same sources differently.
 const FORMAT: &[u8] = b"symmpool jit 1";
@@ -58,7 +58,7 @@ const OPTIONS: [&str; 3] = ["--std=c++17", "--fmad=false", "-lineinfo"];
 /// A kernel with its compile-time parameters.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Variant<'a> {
-    pub(crate) kernel: &'a Kernel<'a>,
+    pub(crate) kernel: &'a KernelSource<'a>,
     /// The names and values of its macros.
     pub(crate) defines: &'a [(&'a str, &'a str)],
 }
@@ -194,7 +194,7 @@ impl Jit {
     /// `is_unsupported` if there is no NVRTC, or none that compiles for this device; otherwise the compiler's error,
     /// with its log. The next call tries again, unless there is no NVRTC.
     pub(crate) fn compile(&self, variant: &Variant<'_>, arch: Arch) -> Result<Image> {
-        let Kernel { name, source, .. } = *variant.kernel;
+        let KernelSource { name, source, .. } = *variant.kernel;
         let defines = defines(variant).concat();
         let wanted = (Key::of([name, source, &defines].map(str::as_bytes)), arch);
         let slot = Arc::clone(lock(&self.images).entry(wanted).or_default());
@@ -238,7 +238,7 @@ impl Jit {
     fn run(&self, compilation: &Compilation<'_>) -> Result<Vec<u8>> {
         let Compilation { nvrtc, variant, headers, target, options } = compilation;
         self.compiled.fetch_add(1, Ordering::Relaxed);
-        let program = Program {
+        let program = NvrtcProgram {
             name: variant.kernel.path,
             source: variant.kernel.source,
             headers,

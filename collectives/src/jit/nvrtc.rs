@@ -27,7 +27,7 @@ const OLDEST: (u32, u32) = (12, 4);
 /// An `nvrtcResult`.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Code(c_int);
+struct NvrtcResult(c_int);
 
 /// An `nvrtcProgram`, a pointer that is only passed on.
 type Handle = *mut c_void;
@@ -35,11 +35,11 @@ type Handle = *mut c_void;
 macro_rules! functions {
     ($($field:ident = $symbol:ident($($argument:ty),*) -> $result:ty;)*) => {
         /// NVRTC's functions.
-        struct Api {
+        struct NvrtcApi {
             $($field: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
-        impl Api {
+        impl NvrtcApi {
             /// Looks up all functions. The error names those that are missing.
             ///
             /// # Safety
@@ -71,26 +71,26 @@ macro_rules! functions {
 }
 
 functions! {
-    version = nvrtcVersion(*mut c_int, *mut c_int) -> Code;
-    error_string = nvrtcGetErrorString(Code) -> *const c_char;
-    archs_count = nvrtcGetNumSupportedArchs(*mut c_int) -> Code;
-    archs = nvrtcGetSupportedArchs(*mut c_int) -> Code;
+    version = nvrtcVersion(*mut c_int, *mut c_int) -> NvrtcResult;
+    error_string = nvrtcGetErrorString(NvrtcResult) -> *const c_char;
+    archs_count = nvrtcGetNumSupportedArchs(*mut c_int) -> NvrtcResult;
+    archs = nvrtcGetSupportedArchs(*mut c_int) -> NvrtcResult;
     create = nvrtcCreateProgram(
         *mut Handle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char
-    ) -> Code;
-    destroy = nvrtcDestroyProgram(*mut Handle) -> Code;
-    compile = nvrtcCompileProgram(Handle, c_int, *const *const c_char) -> Code;
-    cubin_size = nvrtcGetCUBINSize(Handle, *mut usize) -> Code;
-    cubin = nvrtcGetCUBIN(Handle, *mut c_char) -> Code;
-    ptx_size = nvrtcGetPTXSize(Handle, *mut usize) -> Code;
-    ptx = nvrtcGetPTX(Handle, *mut c_char) -> Code;
-    log_size = nvrtcGetProgramLogSize(Handle, *mut usize) -> Code;
-    log = nvrtcGetProgramLog(Handle, *mut c_char) -> Code;
+    ) -> NvrtcResult;
+    destroy = nvrtcDestroyProgram(*mut Handle) -> NvrtcResult;
+    compile = nvrtcCompileProgram(Handle, c_int, *const *const c_char) -> NvrtcResult;
+    cubin_size = nvrtcGetCUBINSize(Handle, *mut usize) -> NvrtcResult;
+    cubin = nvrtcGetCUBIN(Handle, *mut c_char) -> NvrtcResult;
+    ptx_size = nvrtcGetPTXSize(Handle, *mut usize) -> NvrtcResult;
+    ptx = nvrtcGetPTX(Handle, *mut c_char) -> NvrtcResult;
+    log_size = nvrtcGetProgramLogSize(Handle, *mut usize) -> NvrtcResult;
+    log = nvrtcGetProgramLog(Handle, *mut c_char) -> NvrtcResult;
 }
 
 /// The compiler. Threads may use it at the same time.
 pub(super) struct Nvrtc {
-    api: Api,
+    api: NvrtcApi,
     /// Its version of CUDA: major and minor.
     pub(super) version: (u32, u32),
     /// The architectures for which it makes code; 90 is 9.0.
@@ -100,7 +100,7 @@ pub(super) struct Nvrtc {
 }
 
 /// Program to compile.
-pub(super) struct Program<'a> {
+pub(super) struct NvrtcProgram<'a> {
     /// The name of the file, for messages.
     pub(super) name: &'a str,
     pub(super) source: &'a str,
@@ -176,7 +176,7 @@ impl Nvrtc {
         // It is never unloaded: the compiler keeps state, and torch may use the same copy.
         let library = mem::ManuallyDrop::new(library);
         // SAFETY: a library called NVRTC, by its maker or by the user; it stays loaded.
-        let api = unsafe { Api::load(&library) }
+        let api = unsafe { NvrtcApi::load(&library) }
             .map_err(|missing| format!("it lacks {}", missing.join(", ")))?;
         let version = api.version()?;
         if version < OLDEST {
@@ -196,7 +196,7 @@ impl Nvrtc {
     }
 
     /// Compiles a program. The error holds the compiler's log.
-    pub(super) fn compile(&self, program: &Program<'_>) -> Result<Output, String> {
+    pub(super) fn compile(&self, program: &NvrtcProgram<'_>) -> Result<Output, String> {
         let text = |what: &str| {
             CString::new(what).map_err(|_| format!("a NUL byte in {:?}", what.replace('\0', "\\0")))
         };
@@ -250,7 +250,7 @@ impl Nvrtc {
 
 /// A program, which is destroyed when this is dropped.
 struct Open<'a> {
-    api: &'a Api,
+    api: &'a NvrtcApi,
     handle: Handle,
 }
 
@@ -259,8 +259,8 @@ impl Open<'_> {
     fn read(
         &self,
         what: &str,
-        size: unsafe extern "C" fn(Handle, *mut usize) -> Code,
-        write: unsafe extern "C" fn(Handle, *mut c_char) -> Code,
+        size: unsafe extern "C" fn(Handle, *mut usize) -> NvrtcResult,
+        write: unsafe extern "C" fn(Handle, *mut c_char) -> NvrtcResult,
     ) -> Result<Vec<u8>, String> {
         let mut bytes = 0usize;
         // SAFETY: a live program; the size is written to a local.
@@ -281,8 +281,8 @@ impl Drop for Open<'_> {
     }
 }
 
-impl Api {
-    fn check(&self, code: Code, what: &str) -> Result<(), String> {
+impl NvrtcApi {
+    fn check(&self, code: NvrtcResult, what: &str) -> Result<(), String> {
         if code.0 == 0 {
             return Ok(());
         }

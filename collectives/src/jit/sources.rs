@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 /// A file with a kernel, which is its one `extern "C"` entry point.
 #[derive(Debug)]
-pub(crate) struct Kernel<'a> {
+pub(crate) struct KernelSource<'a> {
     /// The file's name without the ending.
     pub(crate) name: &'a str,
     /// The file below `collectives/kernels` or `collectives/src/cuda`, or what the compiler calls it in its messages.
@@ -103,7 +103,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
 ];
 
 /// Kernels of this folder. Others lie beside their rows, in `cuda/all_reduce` and the like.
-pub(crate) const KERNELS: &[&Kernel<'static>] = &[
+pub(crate) const KERNELS: &[&KernelSource<'static>] = &[
     &BARRIER,
     &COMBINE,
     &MATMUL_SMALL_M,
@@ -195,7 +195,7 @@ const fn contains(text: &[u8], wanted: &[u8]) -> bool {
 /// variants.
 macro_rules! kernel_beside {
     ($folder:literal / $name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
-        $crate::jit::sources::Kernel {
+        $crate::jit::sources::KernelSource {
             name: $name,
             path: concat!($folder, "/", $name, ".cu"),
             entry: concat!("symmpool_", $name),
@@ -215,7 +215,7 @@ macro_rules! collective {
         collective!($folder / $name as concat!("symmpool_", $name), $([$($axis),+]),+)
     };
     ($folder:literal / $name:literal as $entry:expr, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
-        Kernel {
+        KernelSource {
             name: $name,
             path: concat!($folder, "/", $name, ".cu"),
             entry: $entry,
@@ -233,11 +233,11 @@ macro_rules! collective {
 }
 
 /// A handshake alone, which measures how long it waits for each rank.
-pub(crate) const MEASURED_BARRIER: Kernel<'static> =
+pub(crate) const MEASURED_BARRIER: KernelSource<'static> =
     collective!("barrier" / "measured_barrier", [WORLD, NARROW], [ODD, NARROW]);
 
 /// A handshake alone.
-pub(crate) const BARRIER: Kernel<'static> = collective!(
+pub(crate) const BARRIER: KernelSource<'static> = collective!(
     "barrier" / "barrier",
     [WORLD, ("THREADS", &["128"]), ("NOTIFY_COMPANION", &["0", "1"])],
     [
@@ -248,7 +248,7 @@ pub(crate) const BARRIER: Kernel<'static> = collective!(
 );
 
 /// Copies and signals between two ranks.
-pub(crate) const ONE_SIDED: Kernel<'static> = collective!(
+pub(crate) const ONE_SIDED: KernelSource<'static> = collective!(
     "one_sided" / "one_sided",
     [("WORLD", &["1", "2", "8"]), ("OPERATION", &["COPY", "COPY_AND_SIGNAL"]), WIDE],
     [("WORLD", &["1", "2", "8"]), ("OPERATION", &["SIGNAL", "WAIT"]), ("THREADS", &["32"])],
@@ -257,14 +257,14 @@ pub(crate) const ONE_SIDED: Kernel<'static> = collective!(
 );
 
 /// Send and recv between two ranks.
-pub(crate) const P2P: Kernel<'static> = collective!(
+pub(crate) const P2P: KernelSource<'static> = collective!(
     "p2p" / "p2p",
     [WORLD, ("OPERATION", &["SEND", "RECEIVE"]), WIDE],
     [ODD, ("OPERATION", &["SEND", "RECEIVE"]), WIDE],
 );
 
 /// Sends tokens to the ranks of their experts.
-pub(crate) const DISPATCH: Kernel<'static> = collective!(
+pub(crate) const DISPATCH: KernelSource<'static> = collective!(
     "experts" / "dispatch" as "_ZN8symmpool8dispatchEv",
     [WORLDS_OF_2_AND_8, WIDE, BYTES, BY_EXPERT, ("QUANTIZES", &["0"]), ANY_TOKENS],
     [WORLDS_OF_2_AND_8, WIDE, BF16, BY_EXPERT, ("QUANTIZES", &["1"]), ANY_TOKENS],
@@ -281,7 +281,7 @@ pub(crate) const DISPATCH: Kernel<'static> = collective!(
 );
 
 /// Sends rows of experts back, and sums them up.
-pub(crate) const COMBINE: Kernel<'static> = collective!(
+pub(crate) const COMBINE: KernelSource<'static> = collective!(
     "experts" / "combine" as "_ZN8symmpool7combineEv",
     [WORLDS_OF_2_AND_8, WIDE, BF16, BY_EXPERT, ANY_TOKENS],
     [("WORLD", &["3", "4"]), WIDE, F32, BY_EXPERT, ANY_TOKENS],
@@ -321,13 +321,13 @@ macro_rules! norms {
 }
 
 /// All-reduce, residual and norm in one shot; also of a single rank.
-pub(crate) const NORM_ONE_SHOT: Kernel<'static> = norms!(
+pub(crate) const NORM_ONE_SHOT: KernelSource<'static> = norms!(
     "norm_one_shot",
     [("WORLD", &["1"]), WIDE, ONE, LAMPORT, SUM, BF16, OUTPUTS, HELD, ONE_UNIT]
 );
 
 /// All-reduce, residual and norm in two shots.
-pub(crate) const NORM_TWO_SHOT: Kernel<'static> = norms!("norm_two_shot");
+pub(crate) const NORM_TWO_SHOT: KernelSource<'static> = norms!("norm_two_shot");
 
 const MATMUL_THREADS: Axis = ("THREADS", &["384"]);
 const BY_ROWS: Axis = ("RIGHT_BY_ROWS", &["1"]);
@@ -352,7 +352,7 @@ macro_rules! gemm {
 }
 
 /// A product of tensor cores and a reduce-scatter in one.
-pub(crate) const MATMUL_SCATTER: Kernel<'static> = gemm!(
+pub(crate) const MATMUL_SCATTER: KernelSource<'static> = gemm!(
     "matmul_scatter",
     [WORLD, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
     [WORLD_OF_2, F16, EITHER_LAYOUT, OUTPUT_F16, PAIRS],
@@ -360,7 +360,7 @@ pub(crate) const MATMUL_SCATTER: Kernel<'static> = gemm!(
 );
 
 /// An all-gather and products of tensor cores in one.
-pub(crate) const MATMUL_GATHER: Kernel<'static> = gemm!(
+pub(crate) const MATMUL_GATHER: KernelSource<'static> = gemm!(
     "matmul_gather",
     [WORLD_OF_2, BF16, EITHER_LAYOUT, OUTPUT_BF16, PAIRS],
     [WORLDS_OF_2_AND_8, F16, BY_ROWS, OUTPUT_F16, PAIRS],
@@ -368,7 +368,7 @@ pub(crate) const MATMUL_GATHER: Kernel<'static> = gemm!(
 );
 
 /// A product of few rows and an all-reduce in one.
-pub(crate) const MATMUL_SMALL_M: Kernel<'static> = collective!(
+pub(crate) const MATMUL_SMALL_M: KernelSource<'static> = collective!(
     "fused" / "matmul_small_m",
     [WORLDS_OF_2_AND_8, MATMUL_THREADS, ONE, LAMPORT, SUM, BF16, EITHER_LAYOUT, TOKENS, PAIRS],
     [WORLD_OF_2, MATMUL_THREADS, ONE, LAMPORT, SUM, F16, EITHER_LAYOUT, MAX_TOKENS, PAIRS],
@@ -377,7 +377,7 @@ pub(crate) const MATMUL_SMALL_M: Kernel<'static> = collective!(
 );
 
 /// The sum of what all ranks send for it.
-pub(crate) const MATMUL_SMALL_M_RECEIVED: Kernel<'static> = collective!(
+pub(crate) const MATMUL_SMALL_M_RECEIVED: KernelSource<'static> = collective!(
     "fused" / "matmul_small_m_received",
     [WORLD, WIDE, ONE, LAMPORT, SUM, BF16],
     [WORLD_OF_2, WIDE, ONE, LAMPORT, SUM, F16],
@@ -385,14 +385,14 @@ pub(crate) const MATMUL_SMALL_M_RECEIVED: Kernel<'static> = collective!(
 );
 
 /// The wait for what other ranks send for such a product, in one block.
-pub(crate) const MATMUL_WAIT: Kernel<'static> = collective!(
+pub(crate) const MATMUL_WAIT: KernelSource<'static> = collective!(
     "fused" / "matmul_wait",
     [WORLDS_OF_2_AND_8, ("THREADS", &["32"])],
     [OTHERS, ("THREADS", &["32"])],
 );
 
 /// Reduces arrays of one device, in the given order.
-pub(crate) const REDUCE_LOCAL: Kernel<'static> = Kernel {
+pub(crate) const REDUCE_LOCAL: KernelSource<'static> = KernelSource {
     name: "reduce_local",
     path: "reduce_local/reduce_local.cu",
     entry: "symmpool_reduce_local",
@@ -406,28 +406,28 @@ pub(crate) const REDUCE_LOCAL: Kernel<'static> = Kernel {
 };
 
 // A kernel is known by its name.
-impl PartialEq for Kernel<'_> {
+impl PartialEq for KernelSource<'_> {
     fn eq(&self, other: &Self) -> bool {
         self.name == other.name
     }
 }
 
-impl Eq for Kernel<'_> {}
+impl Eq for KernelSource<'_> {}
 
-impl PartialOrd for Kernel<'_> {
+impl PartialOrd for KernelSource<'_> {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Kernel<'_> {
+impl Ord for KernelSource<'_> {
     fn cmp(&self, other: &Self) -> Ordering {
         self.name.cmp(other.name)
     }
 }
 
 #[cfg(test)]
-impl Kernel<'static> {
+impl KernelSource<'static> {
     /// The macros of each variant that tests compile.
     pub(crate) fn test_variants(&self) -> Vec<Vec<(&'static str, &'static str)>> {
         let mut all = Vec::new();

@@ -80,7 +80,7 @@ fn kept() -> PathBuf {
 }
 
 /// Needs of the machine code; `None` for intermediate code, which the driver translates.
-fn look(image: &Image, kernel: &Kernel<'_>) -> Result<Option<Usage>> {
+fn look(image: &Image, kernel: &KernelSource<'_>) -> Result<Option<Usage>> {
     match image.kind {
         ImageKind::Cubin => usage(&image.bytes, kernel.entry)
             .map(Some)
@@ -93,7 +93,7 @@ fn look(image: &Image, kernel: &Kernel<'_>) -> Result<Option<Usage>> {
     }
 }
 
-const EMPTY: Kernel<'static> = Kernel {
+const EMPTY: KernelSource<'static> = KernelSource {
     name: "empty",
     path: "empty.cu",
     entry: "empty",
@@ -102,7 +102,7 @@ const EMPTY: Kernel<'static> = Kernel {
     variants: &[],
 };
 
-fn plain<'a>(kernel: &'a Kernel<'a>) -> Variant<'a> {
+fn plain<'a>(kernel: &'a KernelSource<'a>) -> Variant<'a> {
     Variant { kernel, defines: &[] }
 }
 
@@ -150,7 +150,7 @@ fn threads_share_one_compilation() {
 
 #[test]
 fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
-    const WRONG: Kernel<'static> = Kernel {
+    const WRONG: KernelSource<'static> = KernelSource {
         name: "wrong",
         path: "wrong.cu",
         entry: "wrong",
@@ -177,7 +177,7 @@ fn a_wrong_kernel_is_an_error_with_the_log_of_the_compiler() {
 
 #[test]
 fn a_warning_is_an_error_only_to_the_strict() {
-    const HASTY: Kernel<'static> = Kernel {
+    const HASTY: KernelSource<'static> = KernelSource {
         name: "hasty",
         path: "hasty.cu",
         entry: "hasty",
@@ -228,7 +228,7 @@ fn devices_newer_than_the_compiler_get_code_to_translate() {
 
 #[test]
 fn usage_has_stack_and_shared_memory() {
-    const GREEDY: Kernel<'static> = Kernel {
+    const GREEDY: KernelSource<'static> = KernelSource {
         name: "greedy",
         path: "greedy.cu",
         entry: "greedy",
@@ -272,9 +272,9 @@ fn a_compiler_that_is_loaded_already_is_found_unless_the_driver_is_older() {
 
 #[test]
 fn keys_change_with_everything_that_matters() {
-    const OTHER: Kernel<'static> =
-        Kernel { source: "extern \"C\" __global__ void empty() { }", ..EMPTY };
-    const RENAMED: Kernel<'static> = Kernel { path: "void.cu", ..EMPTY };
+    const OTHER: KernelSource<'static> =
+        KernelSource { source: "extern \"C\" __global__ void empty() { }", ..EMPTY };
+    const RENAMED: KernelSource<'static> = KernelSource { path: "void.cu", ..EMPTY };
     let key = |version, kernel, defines, target: &str| {
         let variant = Variant { kernel, defines };
         let options = super::options(&variant, &Target::Cubin(target.to_owned()));

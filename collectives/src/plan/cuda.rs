@@ -61,7 +61,7 @@ impl Writer<'_> {
         line!(self, "extern \"C\" __global__ void __launch_bounds__(THREADS, 1)");
         line!(
             self,
-            "    {ENTRY}(const __grid_constant__ Comm comm, const __grid_constant__ Call call,"
+            "    {ENTRY}(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,"
         );
         line!(self, "                  const __grid_constant__ PlanWork work) {{");
         line!(self, "    begin_kernel(comm.early);");
@@ -278,7 +278,7 @@ impl Writer<'_> {
             line!(self, "                {name}<DTYPE, {op}, {}, {count}>(", also.is_some());
             line!(
                 self,
-                "                    Sources<{count}>{{{{{}}}}},",
+                "                    ReducedSlices<{count}>{{{{{}}}}},",
                 sources.join(",\n                        ")
             );
             line!(self, "                    {bytes}, {divisor}, {to}, {also_at});");

@@ -55,7 +55,7 @@ pub(crate) struct Schedule {
 
 /// How far a rank has come.
 #[derive(Default)]
-struct Progress {
+struct ScheduledRank {
     /// The level of what follows all block groups so far.
     joined: u32,
     /// The levels of the block groups of the running phase.
@@ -64,7 +64,7 @@ struct Progress {
     barriers: usize,
 }
 
-impl Progress {
+impl ScheduledRank {
     fn join(&mut self) -> u32 {
         let groups = std::mem::take(&mut self.groups);
         self.joined = groups.into_values().fold(self.joined, u32::max);
@@ -80,7 +80,8 @@ impl Schedule {
         let world = plan.world as usize;
         let phase_of: Vec<Vec<usize>> =
             plan.programs.iter().map(|program| phase_numbers(program)).collect();
-        let mut progress: Vec<Progress> = (0..world).map(|_| Progress::default()).collect();
+        let mut progress: Vec<ScheduledRank> =
+            (0..world).map(|_| ScheduledRank::default()).collect();
         let mut ranks = vec![Vec::<Level>::new(); world];
         let mut steps: Vec<_> = steps.iter().map(|steps| steps.iter()).collect();
         let mut signals: BTreeMap<(u32, u32, u32), VecDeque<(u32, u32)>> = BTreeMap::new();
@@ -106,7 +107,7 @@ impl Schedule {
                 if !is_first || !signalled || (number == 1 && begins_with_barrier) {
                     continue;
                 }
-                let level = progress.iter_mut().map(Progress::join).max().unwrap_or(0) + 1;
+                let level = progress.iter_mut().map(ScheduledRank::join).max().unwrap_or(0) + 1;
                 for (from, mine) in (0u32..).zip(&mut progress) {
                     mine.joined = level;
                     for to in (0..plan.world).filter(|to| *to != from) {

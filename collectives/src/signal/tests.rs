@@ -167,14 +167,14 @@ mod models {
 
     /// Two ranks that exchange a value in each call through scratch, of which there is one for each parity. Loom's
     /// cells report a write that is not ordered after the peer's reads.
-    struct Exchange {
+    struct ScratchExchange {
         /// Slots by owner and parity, in which the peer signals the owner.
         slots: [[SignalSlot<Loom>; 2]; 2],
         /// Scratch by owner and parity.
         scratch: [[Watched<u64>; 2]; 2],
     }
 
-    impl Exchange {
+    impl ScratchExchange {
         fn call(&self, me: usize, epoch: u64) {
             let (peer, parity) = (1 - me, parity(epoch) as usize);
             self.scratch[me][parity].set(epoch * 10 + me as u64);
@@ -198,7 +198,7 @@ mod models {
                 "mutant_one_parity",
             ],
             || {
-                let shared = Arc::new(Exchange {
+                let shared = Arc::new(ScratchExchange {
                     slots: std::array::from_fn(|_| {
                         std::array::from_fn(|_| SignalSlot::for_model())
                     }),

@@ -17,7 +17,7 @@ use super::notice_board::LeaderError;
 use super::phases::Phase;
 use super::ranks::Route;
 use super::state::SpanningEngine;
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 
 impl SpanningEngine {
     /// Whether this rank sends its host's messages.
@@ -27,7 +27,11 @@ impl SpanningEngine {
 
     /// Meets the ranks of this host, all of which must make the same call. Behind it the hosts have not agreed yet. `fill` runs before
     /// that, and may write where no rank of this host reads any more: what calls of the same parity have on the leader.
-    pub(super) fn enter(&mut self, call: Call, fill: impl FnOnce(&mut Self)) -> Result<()> {
+    pub(super) fn enter(
+        &mut self,
+        call: CallDescription,
+        fill: impl FnOnce(&mut Self),
+    ) -> Result<()> {
         self.agreement.number += 1;
         // The other ranks of the host come to calls that this rank declined by their handshakes.
         self.inner.catch_up().map_err(|why| self.in_group(why))?;
@@ -62,7 +66,7 @@ impl SpanningEngine {
     }
 
     /// Agrees once more, in the middle of a call, where ranks may have found something wrong that others cannot see.
-    pub(super) fn confirm<T>(&mut self, call: Call, own: Result<T>) -> Result<T> {
+    pub(super) fn confirm<T>(&mut self, call: CallDescription, own: Result<T>) -> Result<T> {
         match own {
             Ok(found) => {
                 self.enter(call, |_| ())?;
@@ -95,7 +99,11 @@ impl SpanningEngine {
     }
 
     /// Waits for the other hosts' messages, and compares them. `empty` takes the data out of them. The leader alone.
-    pub(super) fn hear(&mut self, call: &Call, empty: impl FnOnce(&HostMessage)) -> Result<()> {
+    pub(super) fn hear(
+        &mut self,
+        call: &CallDescription,
+        empty: impl FnOnce(&HostMessage),
+    ) -> Result<()> {
         let message = self.receive()?;
         let found = self.compare(call, &message);
         match &found {
@@ -138,7 +146,7 @@ impl SpanningEngine {
 
     /// Where the ranks of this host do not agree, tells the other hosts. Returns why.
     #[cold]
-    fn disagree(&mut self, call: Call, why: Error) -> Error {
+    fn disagree(&mut self, call: CallDescription, why: Error) -> Error {
         if self.leads() {
             let told = self.send(call, Some((Standing::Differs, &why)), |_| ());
             if let Err(error) = told.and_then(|()| self.receive()) {
@@ -159,7 +167,7 @@ impl SpanningEngine {
             self.agreement.forget();
             return Ok(());
         }
-        let call = Call::new(OpType::Declined);
+        let call = CallDescription::new(OpType::Declined);
         self.send(call, Some((Standing::Declined, why)), |_| ())?;
         self.agreement.forget();
         if let Some(message) = self.agreement.under_way.back_mut() {
@@ -183,7 +191,7 @@ impl SpanningEngine {
     /// Begins to send the message of a call to the other hosts.
     pub(super) fn send(
         &mut self,
-        call: Call,
+        call: CallDescription,
         trouble: Option<(Standing, &Error)>,
         fill: impl FnOnce(&mut HostMessage),
     ) -> Result<()> {
@@ -230,7 +238,7 @@ impl SpanningEngine {
     }
 
     /// Compares what all hosts have sent. Ranks of other hosts find the same.
-    fn compare(&mut self, call: &Call, message: &HostMessage) -> Result<()> {
+    fn compare(&mut self, call: &CallDescription, message: &HostMessage) -> Result<()> {
         let own = [message.number, Standing::Agreed as u64];
         let same = |at: &usize| {
             (0..2).all(|nth| message.number(*at, nth) == own[nth]) && message.call(*at) == *call
@@ -243,7 +251,7 @@ impl SpanningEngine {
     }
 
     #[cold]
-    fn difference(&self, call: &Call, message: &HostMessage, others: &[usize]) -> Error {
+    fn difference(&self, call: &CallDescription, message: &HostMessage, others: &[usize]) -> Error {
         let number = message.number;
         const END: &str = "Nothing was written and the communicator stays usable; every rank must make the same call with \
                            the same arguments";

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use symmpool_allocator::Error;
 
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::outer::Ticket;
 use crate::signal::DESCRIPTION_WORDS;
 
@@ -35,7 +35,7 @@ pub(super) enum Standing {
 #[derive(Debug)]
 pub(super) struct Agreement {
     /// The call on which the hosts have not agreed yet.
-    pub(super) open: Option<Call>,
+    pub(super) open: Option<CallDescription>,
     /// Calls so far.
     pub(super) number: u64,
     /// The last call, and how many bytes its data needed: none behind one that failed.
@@ -86,8 +86,8 @@ impl HostMessage {
         bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
     }
 
-    pub(super) fn call(&self, at: usize) -> Call {
-        Call::from_words(std::array::from_fn(|word| self.number(at, 3 + word)))
+    pub(super) fn call(&self, at: usize) -> CallDescription {
+        CallDescription::from_words(std::array::from_fn(|word| self.number(at, 3 + word)))
     }
 
     pub(super) fn text(&self, at: usize) -> String {
@@ -133,7 +133,7 @@ impl Agreement {
     }
 
     /// Remembers a call on which all agreed, whose data needed so many bytes from one host to another.
-    pub(super) fn adapt(&mut self, call: &Call, needed: usize) {
+    pub(super) fn adapt(&mut self, call: &CallDescription, needed: usize) {
         if let Some((before, _)) = self.last {
             self.successors[(before >> 1) as usize % REMEMBERED] = (before, needed);
         }
@@ -153,8 +153,8 @@ mod tests {
     use crate::DType;
     use crate::call::OpType;
 
-    fn call(count: usize) -> Call {
-        Call::new(OpType::AllReduce).elements(DType::F32, count)
+    fn call(count: usize) -> CallDescription {
+        CallDescription::new(OpType::AllReduce).elements(DType::F32, count)
     }
 
     #[test]

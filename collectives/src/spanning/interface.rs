@@ -13,7 +13,7 @@ use super::state::SpanningEngine;
 use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
 use crate::call::experts::ExpertCall;
 use crate::call::rehearsal::{Lifts, Rehearsed};
-use crate::call::{Arguments, Call, OpType, StandardCall};
+use crate::call::{Arguments, CallDescription, OpType, StandardCall};
 use crate::engine::{Engine, FailureHandle};
 use crate::plan::CheckedPlan;
 use crate::types::timeout::Timeout;
@@ -158,7 +158,7 @@ impl Engine for SpanningEngine {
         dtype: DType,
         _: &Stream,
     ) -> Result<()> {
-        let call = Call::new(OpType::AllToAllV).elements(dtype, 0);
+        let call = CallDescription::new(OpType::AllToAllV).elements(dtype, 0);
         let sound = self.check_parts(places, splits, dtype);
         // SAFETY: the caller promised that the places are there for the sums of the splits until this has returned.
         self.call(call, sound, |engine, parts| unsafe {
@@ -173,7 +173,7 @@ impl Engine for SpanningEngine {
         splits: &SplitsAt,
         _: &Stream,
     ) -> Result<()> {
-        let call = Call::new(OpType::AllToAllV).elements(rows.dtype, rows.row);
+        let call = CallDescription::new(OpType::AllToAllV).elements(rows.dtype, rows.row);
         // SAFETY: the caller promised that the splits are readable for a count for each rank.
         let sound = unsafe { self.check_rows(places, rows, splits) };
         let mut arrived = 0;
@@ -216,7 +216,7 @@ impl Engine for SpanningEngine {
 
     fn barrier(&mut self, _: &Stream) -> Result<()> {
         // An agreement is a barrier.
-        self.call(Call::new(OpType::Barrier), Ok(()), |_, ()| Ok(()))
+        self.call(CallDescription::new(OpType::Barrier), Ok(()), |_, ()| Ok(()))
     }
 
     unsafe fn measured_barrier(&mut self, _: *mut i64, _: &Stream) -> Result<()> {

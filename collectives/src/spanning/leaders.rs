@@ -24,7 +24,7 @@ use super::staging::LeaderAreas;
 use super::state::SpanningEngine;
 use super::ways::is_for_leaders;
 use crate::algorithm::StandardCollective;
-use crate::call::{Arguments, Call};
+use crate::call::{Arguments, CallDescription};
 use crate::outer::Transfer;
 
 /// A call whose data the leaders exchange.
@@ -116,7 +116,11 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
-    pub(super) unsafe fn run_by_leaders(&mut self, call: Call, plan: &LeaderCall) -> Result<()> {
+    pub(super) unsafe fn run_by_leaders(
+        &mut self,
+        call: CallDescription,
+        plan: &LeaderCall,
+    ) -> Result<()> {
         let areas = self.staging.areas(self.agreement.number + 1);
         self.enter(call, |engine| {
             // SAFETY: the caller promised that the input is there; `enter` fills the areas where nobody uses them.
@@ -141,7 +145,7 @@ impl SpanningEngine {
     /// The areas are filled, and nobody else uses them.
     unsafe fn exchange_as_leader(
         &mut self,
-        call: &Call,
+        call: &CallDescription,
         plan: &LeaderCall,
         areas: LeaderAreas,
     ) -> Result<()> {

@@ -7,13 +7,13 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::ranks::Route;
 use super::state::SpanningEngine;
 use crate::algorithm::StandardCollective;
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::outer::Transfer;
 use crate::types::place::Place;
 use crate::{DType, ReduceOp, SplitRows, SplitsAt};
 
 /// Who sends how many bytes to whom, as far as this rank needs to know.
-struct Traffic {
+struct HostTraffic {
     /// Bytes that the ranks of this host send: a row for each, with a number for each rank of the group. Empty without phases
     /// inside hosts.
     rows: Vec<i64>,
@@ -21,7 +21,7 @@ struct Traffic {
     received: Vec<usize>,
 }
 
-impl Traffic {
+impl HostTraffic {
     /// Bytes that all ranks send this one.
     fn arriving(&self) -> Result<usize> {
         let sum = self.received.iter().try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
@@ -114,7 +114,7 @@ impl SpanningEngine {
     /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn exchange_parts(
         &mut self,
-        call: Call,
+        call: CallDescription,
         (input, output): (Place, Place),
         SplitBytes { send, receive }: &SplitBytes,
         dtype: DType,
@@ -145,7 +145,7 @@ impl SpanningEngine {
     /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
     pub(super) unsafe fn exchange_splits(
         &mut self,
-        call: Call,
+        call: CallDescription,
         (input, output): (Place, Place),
         (send, size): (&[usize], usize),
         rows: &SplitRows,
@@ -182,7 +182,7 @@ impl SpanningEngine {
     fn room_for(
         &self,
         send: &[usize],
-        traffic: &Traffic,
+        traffic: &HostTraffic,
         overflowing: Option<usize>,
     ) -> Result<Room> {
         let rank = self.ranks.rank;
@@ -209,7 +209,7 @@ impl SpanningEngine {
     }
 
     /// Tells every rank how many bytes it gets, and learns how many this one gets.
-    fn traffic(&mut self, send: &[usize]) -> Result<Traffic> {
+    fn traffic(&mut self, send: &[usize]) -> Result<HostTraffic> {
         let world = self.ranks.world();
         let row: Vec<i64> = send.iter().map(|bytes| *bytes as i64).collect();
         let mut rows = Vec::new();
@@ -252,7 +252,7 @@ impl SpanningEngine {
         for (sender, bytes) in senders.into_iter().zip(&heard) {
             received[sender as usize] = *bytes as usize;
         }
-        Ok(Traffic { rows, received })
+        Ok(HostTraffic { rows, received })
     }
 
     /// # Safety
@@ -262,7 +262,7 @@ impl SpanningEngine {
         &mut self,
         (from, to): (*const u8, *mut u8),
         send: &[usize],
-        traffic: &Traffic,
+        traffic: &HostTraffic,
         room: &mut Room,
     ) -> Result<()> {
         let receive = &traffic.received;

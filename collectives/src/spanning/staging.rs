@@ -61,14 +61,14 @@ impl Staging {
     }
 
     /// Memory of the chunk with that number, which those three before and after it share.
-    pub(super) fn slot(&self, chunk: usize) -> Slot {
+    pub(super) fn slot(&self, chunk: usize) -> StagedChunk {
         let begin = self.offset + (chunk % SLOTS * SLOT_BYTES) as u64;
-        Slot { begin: self.address(begin), offset: begin, used: 0, room: SLOT_BYTES }
+        StagedChunk { begin: self.address(begin), offset: begin, used: 0, room: SLOT_BYTES }
     }
 
     /// All memory, as one chunk's.
-    pub(super) fn whole(&self) -> Slot {
-        Slot { room: STAGING, ..self.slot(0) }
+    pub(super) fn whole(&self) -> StagedChunk {
+        StagedChunk { room: STAGING, ..self.slot(0) }
     }
 }
 
@@ -85,7 +85,7 @@ pub(super) struct LeaderAreas {
 
 /// A chunk's memory, of which parts are taken one behind the other.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Slot {
+pub(super) struct StagedChunk {
     begin: *mut u8,
     offset: u64,
     used: usize,
@@ -99,7 +99,7 @@ pub(super) struct StagingPart {
     pub(super) place: Place,
 }
 
-impl Slot {
+impl StagedChunk {
     /// Takes a part. You must not take more than there is, rounded up for each part, in all: only debug builds look. Callers
     /// choose lengths by [`elements_of`].
     pub(super) fn take(&mut self, bytes: usize) -> StagingPart {
@@ -114,7 +114,7 @@ impl Slot {
 }
 
 /// The most elements of a part, where `bytes` hold `parts` parts of elements of `size` bytes. A call takes them by a few calls
-/// of [`Slot::take`], each of which is rounded up by less than `ALIGN`: room is set aside for 16 of these. The number is at
+/// of [`StagedChunk::take`], each of which is rounded up by less than `ALIGN`: room is set aside for 16 of these. The number is at
 /// least 1, which fits as long as `bytes` hold one element of each part besides.
 pub(super) fn elements_of(bytes: usize, parts: usize, size: usize) -> usize {
     let room = bytes.saturating_sub(16 * ALIGN) / parts.max(1);

@@ -12,7 +12,7 @@ use super::phases::{Phase, PhaseClock};
 use super::ranks::{RankTable, Route};
 use super::staging::Staging;
 use crate::algorithm::{AUTO, StandardCollective};
-use crate::call::{Arguments, Call, StandardCall, rank_list};
+use crate::call::{Arguments, CallDescription, StandardCall, rank_list};
 use crate::engine::Engine;
 use crate::host::Isa;
 use crate::outer::Outers;
@@ -83,7 +83,7 @@ impl SpanningEngine {
     /// it on all ranks: hosts do not see each other's steps, so none knows what others have done.
     pub(super) fn call<T>(
         &mut self,
-        call: Call,
+        call: CallDescription,
         own: Result<T>,
         run: impl FnOnce(&mut Self, T) -> Result<()>,
     ) -> Result<()> {

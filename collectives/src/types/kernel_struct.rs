@@ -168,7 +168,7 @@ mod tests {
         }
 
         /// A struct that has all kinds of fields.
-        struct Outer as "Given" {
+        struct OuterStruct as "Given" {
             address: u64 as "const char*",
             halves: Halves,
             factors: [f32; 3],
@@ -177,7 +177,7 @@ mod tests {
 
     #[test]
     fn a_struct_is_written_as_kernels_have_it() {
-        let given = Outer::struct_layout().expect("a struct");
+        let given = OuterStruct::struct_layout().expect("a struct");
         let text = "\
 // A struct that has all kinds of fields.
 struct Given {

@@ -3,8 +3,8 @@
 use symmpool_allocator::Error;
 use symmpool_collectives::{CombineAt, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape};
 
-use crate::model::Routing;
-use crate::{BY_RANK, How, Quantization, Rank, STREAM, ranks};
+use crate::model::RoutingModel;
+use crate::{BY_RANK, ExpertQuantization, How, Rank, STREAM, ranks};
 
 const SHAPE: ExpertShape = ExpertShape {
     hidden: 128,
@@ -15,8 +15,8 @@ const SHAPE: ExpertShape = ExpertShape {
     capacity: None,
 };
 
-fn routing(shape: ExpertShape, ids: [&[i64]; 2]) -> Routing {
-    Routing { shape, ids: ids.map(<[i64]>::to_vec).to_vec(), seed: 3 }
+fn routing(shape: ExpertShape, ids: [&[i64]; 2]) -> RoutingModel {
+    RoutingModel { shape, ids: ids.map(<[i64]>::to_vec).to_vec(), seed: 3 }
 }
 
 #[test]
@@ -99,7 +99,7 @@ fn tokens_that_are_quantised_already_travel_with_their_scales() {
             ids: ids.as_ptr(),
             ids_dtype: DType::I32,
             weights: std::ptr::null(),
-            quantize: Quantization::None,
+            quantize: ExpertQuantization::None,
             layout: ExpertLayout::ByRank,
             known: false,
             more: 0,
@@ -178,7 +178,7 @@ fn invalid_arguments_are_refused_and_an_error_on_the_others() {
             ids: block.as_ptr(),
             ids_dtype: DType::I64,
             weights: std::ptr::null(),
-            quantize: Quantization::None,
+            quantize: ExpertQuantization::None,
             layout: ExpertLayout::ByRank,
             known: false,
             more: 0,
@@ -211,7 +211,10 @@ fn invalid_arguments_are_refused_and_an_error_on_the_others() {
             ("no tokens", DispatchAt { input: std::ptr::null(), ..good }),
             ("tokens at", DispatchAt { input: odd, ..good }),
             ("ids of f32", DispatchAt { ids_dtype: DType::F32, ..good }),
-            ("Fp8 of tokens", DispatchAt { quantized: true, quantize: Quantization::Fp8, ..good }),
+            (
+                "Fp8 of tokens",
+                DispatchAt { quantized: true, quantize: ExpertQuantization::Fp8, ..good },
+            ),
             ("5 bytes of scales", DispatchAt { scale_bytes: 5, ..good }),
             ("alignment=0", DispatchAt { layout: by_expert(block.as_ptr(), 0), ..good }),
             ("an output at", DispatchAt { layout: by_expert(odd, 1), ..good }),

@@ -7,11 +7,11 @@ mod pool_ranks;
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape,
-    HandleParts, Quantization,
+    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertQuantization,
+    ExpertShape, HandleParts,
 };
 
-use model::{Routing, bytes, mixed, quantized};
+use model::{RoutingModel, bytes, mixed, quantized};
 
 const STREAM: &Stream = &Stream::DEFAULT;
 
@@ -27,13 +27,18 @@ struct How {
     by_expert: Option<usize>,
     weights: bool,
     wide: bool,
-    quantize: Quantization,
+    quantize: ExpertQuantization,
     /// Rows by expert that the output has less room for than there can be.
     missing: usize,
 }
 
-const BY_RANK: How =
-    How { by_expert: None, weights: true, wide: true, quantize: Quantization::None, missing: 0 };
+const BY_RANK: How = How {
+    by_expert: None,
+    weights: true,
+    wide: true,
+    quantize: ExpertQuantization::None,
+    missing: 0,
+};
 
 struct Rank<'a> {
     pool: &'a Pool,
@@ -42,7 +47,7 @@ struct Rank<'a> {
 }
 
 /// A handle, and rows by expert of the dispatch with it.
-struct Handle {
+struct RoutedRows {
     memory: Block<u8>,
     output: Block<u8>,
     scales: Block<u8>,
@@ -64,13 +69,13 @@ impl<'a> Rank<'a> {
         block
     }
 
-    fn handle(&self, how: How) -> Handle {
+    fn handle(&self, how: How) -> RoutedRows {
         let alignment = how.by_expert.unwrap_or(1) as u32;
         let rows = self.buffer.capacity(how.by_expert.is_some(), alignment);
         let room = rows.saturating_sub(how.missing);
         let row = self.buffer.shape().hidden * self.buffer.shape().dtype.size();
         let by_expert = if how.by_expert.is_some() { rows } else { 1 };
-        Handle {
+        RoutedRows {
             memory: self.block(&vec![0xaa; self.buffer.handle_parts().bytes]),
             output: self.block(&vec![0xbb; by_expert * row]),
             scales: self.block(&vec![0xcc; by_expert * 4 * row.div_ceil(128)]),
@@ -79,7 +84,13 @@ impl<'a> Rank<'a> {
         }
     }
 
-    fn dispatch(&self, routing: &Routing, call: usize, handle: &Handle, known: bool) -> Result<()> {
+    fn dispatch(
+        &self,
+        routing: &RoutingModel,
+        call: usize,
+        handle: &RoutedRows,
+        known: bool,
+    ) -> Result<()> {
         let (me, how) = (self.me, handle.how);
         let tokens = routing.tokens(me);
         let rows = (0..tokens).flat_map(|token| routing.token(call, (me, token)));
@@ -121,14 +132,14 @@ impl<'a> Rank<'a> {
     }
 
     /// The weights of this rank's tokens.
-    fn weights(&self, routing: &Routing, call: usize) -> Vec<u8> {
+    fn weights(&self, routing: &RoutingModel, call: usize) -> Vec<u8> {
         let top_k = routing.shape.top_k as usize;
         let all = (0..routing.tokens(self.me))
             .flat_map(|token| (0..top_k).map(move |k| ((self.me, token), k)));
         all.flat_map(|(row, k)| routing.weight(call, row, k).to_ne_bytes()).collect()
     }
 
-    fn numbers(&self, handle: &Handle, part: impl Fn(HandleParts) -> usize) -> Vec<i32> {
+    fn numbers(&self, handle: &RoutedRows, part: impl Fn(HandleParts) -> usize) -> Vec<i32> {
         let bytes = handle.memory.read().unwrap();
         let numbers = bytes[part(self.buffer.handle_parts())..].chunks_exact(4);
         numbers.map(|it| i32::from_ne_bytes(it.try_into().unwrap())).collect()
@@ -141,11 +152,17 @@ impl<'a> Rank<'a> {
     }
 
     /// Checks what a dispatch received.
-    fn check_received(&self, routing: &Routing, call: usize, handle: &Handle, known: bool) {
+    fn check_received(
+        &self,
+        routing: &RoutingModel,
+        call: usize,
+        handle: &RoutedRows,
+        known: bool,
+    ) {
         let (me, how, shape) = (self.me, handle.how, routing.shape);
         let received = routing.received(me);
         let row = |row| match how.quantize {
-            Quantization::None => (bytes(shape.dtype, routing.token(call, row)), Vec::new()),
+            ExpertQuantization::None => (bytes(shape.dtype, routing.token(call, row)), Vec::new()),
             how => quantized(&routing.token(call, row), how),
         };
         let count = received.len();
@@ -196,7 +213,7 @@ impl<'a> Rank<'a> {
     }
 
     /// Combines answers to a dispatch, and checks the sums.
-    fn combine(&self, routing: &Routing, call: usize, handle: &Handle, weights: bool) {
+    fn combine(&self, routing: &RoutingModel, call: usize, handle: &RoutedRows, weights: bool) {
         let (me, how, shape) = (self.me, handle.how, routing.shape);
         let rows = match how.by_expert {
             None => routing.received(me).len(),
@@ -251,16 +268,16 @@ fn ids(way: usize, seed: usize, tokens: usize, shape: &ExpertShape) -> Vec<i64> 
     (0..tokens * shape.top_k as usize).map(each).collect()
 }
 
-fn random(world: usize, seed: usize) -> (ExpertShape, [Routing; 2], How) {
+fn random(world: usize, seed: usize) -> (ExpertShape, [RoutingModel; 2], How) {
     let draw = |what: usize, most: usize| mixed(&[seed, what]) as usize % most;
-    let quantize = [Quantization::None, Quantization::None, Quantization::Fp8]
+    let quantize = [ExpertQuantization::None, ExpertQuantization::None, ExpertQuantization::Fp8]
         .into_iter()
-        .chain([Quantization::Fp8PowerOfTwo, Quantization::Fp8Ue8m0]);
+        .chain([ExpertQuantization::Fp8PowerOfTwo, ExpertQuantization::Fp8Ue8m0]);
     let quantize = quantize.collect::<Vec<_>>()[draw(0, 5)];
     let dtype = if draw(1, 3) == 0 { DType::F32 } else { DType::Bf16 };
     let hidden = match (quantize, seed % 50) {
         (_, 49) => 16384,
-        (Quantization::None, _) => 8 * (1 + draw(2, 40)),
+        (ExpertQuantization::None, _) => 8 * (1 + draw(2, 40)),
         _ => 128 * (1 + draw(2, 4)),
     };
     let shape = ExpertShape {
@@ -280,7 +297,7 @@ fn random(world: usize, seed: usize) -> (ExpertShape, [Routing; 2], How) {
             };
             ids(draw(7 + nth, 7), seed + 1000 * rank + nth, tokens, &shape)
         };
-        Routing { shape, ids: (0..world).map(of).collect(), seed: seed + nth }
+        RoutingModel { shape, ids: (0..world).map(of).collect(), seed: seed + nth }
     };
     let how = How {
         by_expert: (draw(5, 2) == 0).then(|| [1, 2, 16, 128][draw(6, 4)]),

@@ -1,7 +1,7 @@
 //! A model of dispatch and combine, one element at a time.
 
 use half::bf16;
-use symmpool_collectives::{DType, ExpertShape, F8E4m3, Quantization};
+use symmpool_collectives::{DType, ExpertQuantization, ExpertShape, F8E4m3};
 
 /// Numbers that look random and depend on what is mixed in only.
 pub(crate) fn mixed(parts: &[usize]) -> u64 {
@@ -33,7 +33,7 @@ pub(crate) fn bytes(dtype: DType, elements: impl IntoIterator<Item = f32>) -> Ve
 
 /// The experts of all ranks' tokens.
 #[derive(Clone, Debug)]
-pub(crate) struct Routing {
+pub(crate) struct RoutingModel {
     pub(crate) shape: ExpertShape,
     /// For each rank the experts of its tokens; what is no expert counts as -1.
     pub(crate) ids: Vec<Vec<i64>>,
@@ -42,9 +42,9 @@ pub(crate) struct Routing {
 }
 
 /// A row that a rank receives.
-pub(crate) type Row = (usize, usize);
+pub(crate) type ReceivedRow = (usize, usize);
 
-impl Routing {
+impl RoutingModel {
     pub(crate) fn world(&self) -> usize {
         self.ids.len()
     }
@@ -58,7 +58,11 @@ impl Routing {
     }
 
     /// The experts of a token as numbers of those of `rank`; `None` for those elsewhere.
-    pub(crate) fn experts_on(&self, rank: usize, (source, token): Row) -> Vec<Option<usize>> {
+    pub(crate) fn experts_on(
+        &self,
+        rank: usize,
+        (source, token): ReceivedRow,
+    ) -> Vec<Option<usize>> {
         let (top_k, local) = (self.shape.top_k as usize, self.local());
         let here = |id: &i64| {
             let id = usize::try_from(*id).ok().filter(|id| *id < self.shape.experts as usize)?;
@@ -68,20 +72,20 @@ impl Routing {
     }
 
     /// The rows that go to a rank, with those that it has no room for.
-    pub(crate) fn sent_to(&self, rank: usize) -> Vec<Row> {
+    pub(crate) fn sent_to(&self, rank: usize) -> Vec<ReceivedRow> {
         let all = (0..self.world())
             .flat_map(|source| (0..self.tokens(source)).map(move |token| (source, token)));
         all.filter(|row| self.experts_on(rank, *row).iter().any(Option::is_some)).collect()
     }
 
     /// The rows that a rank receives.
-    pub(crate) fn received(&self, rank: usize) -> Vec<Row> {
+    pub(crate) fn received(&self, rank: usize) -> Vec<ReceivedRow> {
         let mut rows = self.sent_to(rank);
         rows.truncate(self.shape.capacity.unwrap_or(usize::MAX));
         rows
     }
 
-    pub(crate) fn token(&self, call: usize, (source, token): Row) -> Vec<f32> {
+    pub(crate) fn token(&self, call: usize, (source, token): ReceivedRow) -> Vec<f32> {
         let of = |at| element(self.shape.dtype, &[self.seed, call, source, token, at]);
         (0..self.shape.hidden).map(of).collect()
     }
@@ -92,7 +96,7 @@ impl Routing {
         (0..self.shape.hidden).map(of).collect()
     }
 
-    pub(crate) fn weight(&self, call: usize, (source, token): Row, k: usize) -> f32 {
+    pub(crate) fn weight(&self, call: usize, (source, token): ReceivedRow, k: usize) -> f32 {
         element(DType::F32, &[self.seed, call, 78, source, token, k])
     }
 
@@ -116,7 +120,11 @@ impl Routing {
     }
 
     /// The sum of a token's rows, which `answer(rank, row)` gives as they come back.
-    pub(crate) fn combined(&self, row: Row, answer: impl Fn(usize, usize) -> Vec<f32>) -> Vec<f32> {
+    pub(crate) fn combined(
+        &self,
+        row: ReceivedRow,
+        answer: impl Fn(usize, usize) -> Vec<f32>,
+    ) -> Vec<f32> {
         let mut sum = vec![0.0; self.shape.hidden];
         for rank in 0..self.world() {
             if let Some(at) = self.received(rank).iter().position(|it| *it == row) {
@@ -131,7 +139,7 @@ impl Routing {
         &self,
         (call, rank, align): (usize, usize, usize),
         row: usize,
-        weight: impl Fn(Row, usize) -> f32,
+        weight: impl Fn(ReceivedRow, usize) -> f32,
     ) -> Vec<f32> {
         let (_, places) = self.by_expert(rank, align);
         let (top_k, source) = (self.shape.top_k as usize, self.received(rank)[row]);
@@ -146,17 +154,17 @@ impl Routing {
 }
 
 /// The quantised bytes of a row, and the bytes of its scales.
-pub(crate) fn quantized(row: &[f32], how: Quantization) -> (Vec<u8>, Vec<u8>) {
+pub(crate) fn quantized(row: &[f32], how: ExpertQuantization) -> (Vec<u8>, Vec<u8>) {
     let (mut bytes, mut scales) = (Vec::new(), Vec::new());
     for group in row.chunks(128) {
         let largest = group.iter().fold(1e-4_f32, |largest, it| largest.max(it.abs()));
         let mut scale = largest / 448.0;
-        if how != Quantization::Fp8 {
+        if how != ExpertQuantization::Fp8 {
             let exponent = f64::from(scale).log2().ceil();
             scale = exponent.exp2() as f32;
         }
         match how {
-            Quantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
+            ExpertQuantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
             _ => scales.extend(scale.to_ne_bytes()),
         }
         bytes.extend(group.iter().map(|it| F8E4m3::from_f32(it * (1.0 / scale)).to_bits()));

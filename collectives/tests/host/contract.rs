@@ -1,7 +1,7 @@
 //! Promises to ranks when a call is wrong: different calls are the same error on every rank before data is accessed,
 //! and a rank that refuses its arguments is reported to all.
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use crate::oracle::input;
 use symmpool_allocator::Result;
 use symmpool_collectives::{
@@ -14,13 +14,13 @@ const AUTO: AllReduceAlgorithm = AllReduceAlgorithm::Auto;
 /// call must work. Returns the error's text.
 fn mismatch(
     world: u32,
-    call: impl Fn(&mut HostEngine, &Buffer, &Buffer) -> Result<()> + Sync,
+    call: impl Fn(&mut HostEngine, &TestBuffer, &TestBuffer) -> Result<()> + Sync,
 ) -> String {
-    let heap = Heap::new(world, 1, 1 << 18, &small_scratch());
+    let heap = FlatHeap::new(world, 1, 1 << 18, &small_scratch());
     let messages = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let window = Buffer::window(&heap, rank, 0, 1 << 16);
-        let plain = Buffer::plain(1 << 16, 0);
+        let window = TestBuffer::window(&heap, rank, 0, 1 << 16);
+        let plain = TestBuffer::plain(1 << 16, 0);
         let before = input::<u8>(9, rank, 1 << 16);
         window.write(&before);
         plain.write(&before);
@@ -137,10 +137,10 @@ fn counts_that_disagree_name_sender_and_receiver() {
 
 #[test]
 fn a_refused_argument_on_one_rank_is_reported_to_all() {
-    let heap = Heap::new(3, 1, 4096, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 4096, &small_scratch());
     let errors = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let buffer = Buffer::plain(4096, 0);
+        let buffer = TestBuffer::plain(4096, 0);
         let overlapping = if rank == 1 { buffer.part(4) } else { buffer.part(2048) };
         // SAFETY: the buffer holds 4096 bytes; overlap is what is refused.
         let first = unsafe {
@@ -169,7 +169,7 @@ fn a_refused_argument_on_one_rank_is_reported_to_all() {
 
 #[test]
 fn options_that_differ_are_named() {
-    let heap = Heap::new(2, 1, 0, &HostEngineOptions::default());
+    let heap = FlatHeap::new(2, 1, 0, &HostEngineOptions::default());
     heap.ranks(|rank| {
         let scratch_bytes = if rank == 0 { 4096 } else { 8192 };
         let options = HostEngineOptions { scratch_bytes, ..HostEngineOptions::default() };
@@ -180,7 +180,7 @@ fn options_that_differ_are_named() {
 
 #[test]
 fn what_does_not_fit_is_refused_when_built() {
-    let heap = Heap::new(2, 1, 0, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 0, &small_scratch());
     let layout = heap.layout(0);
     let try_new = |layout, offset, bytes, options| {
         // SAFETY: each is refused before memory is accessed.
@@ -206,10 +206,10 @@ fn what_does_not_fit_is_refused_when_built() {
 #[test]
 fn elements_may_lie_at_the_end_of_a_page() {
     // `exact` covers other places for every type.
-    let heap = Heap::new(2, 1, 4096, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 4096, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let last = Buffer::window(&heap, rank, 4096 - 8, 8);
+        let last = TestBuffer::window(&heap, rank, 4096 - 8, 8);
         last.write(&[f64::from(rank)]);
         let two = AllReduceAlgorithm::TwoShot;
         // SAFETY: the window holds the one element.

@@ -1,7 +1,7 @@
 //! Compares results, bit by bit, with an oracle that computes one element at a time: every type, operation, size,
 //! kind of memory and algorithm (rule S7).
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use crate::oracle::{Oracle, bits, input, reduced};
 use half::{bf16, f16};
 use symmpool_collectives::{
@@ -20,23 +20,23 @@ const ROOM: u64 = 1 << 20;
 
 /// An input and an output, both in windows or both in ordinary memory.
 fn buffers<T: Oracle>(
-    heap: &Heap,
+    heap: &FlatHeap,
     rank: u32,
     window: bool,
     lengths: (usize, usize),
-) -> (Buffer, Buffer) {
+) -> (TestBuffer, TestBuffer) {
     // They are aligned to an element and no better.
     let size = size_of::<T>();
     let (a, b) = (lengths.0 * size, lengths.1 * size);
     if window {
-        let first = Buffer::window(heap, rank, size as u64, a);
-        (first, Buffer::window(heap, rank, ROOM + 3 * size as u64, b))
+        let first = TestBuffer::window(heap, rank, size as u64, a);
+        (first, TestBuffer::window(heap, rank, ROOM + 3 * size as u64, b))
     } else {
-        (Buffer::plain(a, size), Buffer::plain(b, 3 * size))
+        (TestBuffer::plain(a, size), TestBuffer::plain(b, 3 * size))
     }
 }
 
-fn all_reduce<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+fn all_reduce<T: Oracle>(heap: &FlatHeap, engine: &mut HostEngine, world: u32) {
     let rank = engine.rank();
     for (seed, count) in (0..).zip(COUNTS) {
         for op in ReduceOp::ALL {
@@ -74,7 +74,7 @@ fn all_reduce<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
 
 fn every_type(world: u32) {
     let options = small_scratch;
-    let heap = Heap::new(world, 1, 2 * ROOM, &options());
+    let heap = FlatHeap::new(world, 1, 2 * ROOM, &options());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());
         all_reduce::<f32>(&heap, &mut engine, world);
@@ -118,16 +118,16 @@ fn all_reduce_of_5_ranks() {
 #[test]
 fn all_reduce_with_default_scratch_crosses_every_automatic_threshold() {
     for world in [2, 3] {
-        let heap = Heap::new(world, 1, 16 << 20, &HostEngineOptions::default());
+        let heap = FlatHeap::new(world, 1, 16 << 20, &HostEngineOptions::default());
         heap.ranks(|rank| {
             let mut engine = heap.engine(rank, 0, HostEngineOptions::default());
             for (seed, count) in (0..).zip([256, 8 << 10, 100_003, 600_000]) {
                 let expected = reduced::<f32>(seed, world, count, ReduceOp::Sum);
                 for window in [true, false] {
                     let buffer = if window {
-                        Buffer::window(&heap, rank, 0, count * 4)
+                        TestBuffer::window(&heap, rank, 0, count * 4)
                     } else {
-                        Buffer::plain(count * 4, 0)
+                        TestBuffer::plain(count * 4, 0)
                     };
                     buffer.write(&input::<f32>(seed, rank, count));
                     let (place, auto) = (buffer.place, AllReduceAlgorithm::Auto);
@@ -147,11 +147,11 @@ fn all_reduce_with_default_scratch_crosses_every_automatic_threshold() {
 fn a_large_sum_into_other_windows_takes_the_streaming_path() {
     // The reduction goes through tiles, of which the last one is not full.
     const COUNT: usize = (2 << 20) + 5;
-    let heap = Heap::new(2, 1, 36 << 20, &HostEngineOptions::default());
+    let heap = FlatHeap::new(2, 1, 36 << 20, &HostEngineOptions::default());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, HostEngineOptions::default());
-        let from = Buffer::window(&heap, rank, 8, COUNT * 8);
-        let to = Buffer::window(&heap, rank, (18 << 20) + 8, COUNT * 8 + 64);
+        let from = TestBuffer::window(&heap, rank, 8, COUNT * 8);
+        let to = TestBuffer::window(&heap, rank, (18 << 20) + 8, COUNT * 8 + 64);
         let sent = input::<f64>(7, rank, COUNT);
         from.write(&sent);
         to.write(&vec![-1.0; COUNT + 8]);
@@ -168,7 +168,7 @@ fn a_large_sum_into_other_windows_takes_the_streaming_path() {
     });
 }
 
-fn reduce_scatter<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+fn reduce_scatter<T: Oracle>(heap: &FlatHeap, engine: &mut HostEngine, world: u32) {
     let rank = engine.rank();
     for (seed, count) in (0..).zip(COUNTS) {
         let all = count * world as usize;
@@ -200,7 +200,7 @@ fn reduce_scatter<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
     }
 }
 
-fn all_gather<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+fn all_gather<T: Oracle>(heap: &FlatHeap, engine: &mut HostEngine, world: u32) {
     let rank = engine.rank();
     for (seed, count) in (0..).zip(COUNTS) {
         let all = count * world as usize;
@@ -231,7 +231,7 @@ fn all_gather<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
     }
 }
 
-fn broadcast<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+fn broadcast<T: Oracle>(heap: &FlatHeap, engine: &mut HostEngine, world: u32) {
     let rank = engine.rank();
     for (seed, count) in (0..).zip(COUNTS) {
         for root in 0..world {
@@ -249,7 +249,7 @@ fn broadcast<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
     }
 }
 
-fn all_to_all<T: Oracle>(heap: &Heap, engine: &mut HostEngine, world: u32) {
+fn all_to_all<T: Oracle>(heap: &FlatHeap, engine: &mut HostEngine, world: u32) {
     let rank = engine.rank();
     for (seed, count) in (0..).zip(COUNTS) {
         let all = count * world as usize;
@@ -276,12 +276,12 @@ fn windows_of_more_ranks_than_scratch_has_room_for() {
     let options = || HostEngineOptions { scratch_bytes: 256, ..HostEngineOptions::default() };
     const WORLD: u32 = 17;
     const COUNT: usize = 5;
-    let heap = Heap::new(WORLD, 1, 1 << 16, &options());
+    let heap = FlatHeap::new(WORLD, 1, 1 << 16, &options());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());
         let (all, own) = (COUNT * WORLD as usize, COUNT * rank as usize);
-        let from = Buffer::window(&heap, rank, 0, all * 8);
-        let to = Buffer::window(&heap, rank, 1 << 15, all * 8);
+        let from = TestBuffer::window(&heap, rank, 0, all * 8);
+        let to = TestBuffer::window(&heap, rank, 1 << 15, all * 8);
         for count in [0, COUNT] {
             from.write(&input::<i64>(3, rank, all));
             // SAFETY: the input holds a part a rank, the output one, both this rank's windows.
@@ -309,7 +309,7 @@ fn windows_of_more_ranks_than_scratch_has_room_for() {
 fn elements_without_reductions_are_moved_and_not_reduced() {
     const WORLD: u32 = 3;
     const COUNT: usize = 700;
-    let heap = Heap::new(WORLD, 1, 2 * ROOM, &small_scratch());
+    let heap = FlatHeap::new(WORLD, 1, 2 * ROOM, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
         let all = COUNT * WORLD as usize;
@@ -352,7 +352,7 @@ fn elements_without_reductions_are_moved_and_not_reduced() {
 #[test]
 fn data_movers_and_reduce_scatter_of_1_to_5_ranks() {
     for world in 1..=5 {
-        let heap = Heap::new(world, 1, 2 * ROOM, &small_scratch());
+        let heap = FlatHeap::new(world, 1, 2 * ROOM, &small_scratch());
         heap.ranks(|rank| {
             let mut engine = heap.engine(rank, 0, small_scratch());
             reduce_scatter::<f32>(&heap, &mut engine, world);

@@ -11,7 +11,7 @@ use symmpool_allocator::topology::Topology;
 use symmpool_collectives::{Element, HostEngine, HostEngineOptions, Place};
 
 /// Memory with the layout of a heap: `world` slots, each with control blocks and bytes for windows.
-pub(crate) struct Heap {
+pub(crate) struct FlatHeap {
     /// Where the heap begins for each rank; null for a rank that is in another process.
     bases: Vec<*mut u8>,
     memory: Memory,
@@ -31,9 +31,9 @@ enum Memory {
 }
 
 // SAFETY: the heap is raw memory; the tests arrange which thread accesses which part when.
-unsafe impl Sync for Heap {}
+unsafe impl Sync for FlatHeap {}
 
-impl Heap {
+impl FlatHeap {
     /// A heap whose slots have `blocks` control blocks for `options`, then `window_bytes` for windows.
     pub(crate) fn new(
         world: u32,
@@ -126,7 +126,7 @@ impl Heap {
     }
 }
 
-impl Drop for Heap {
+impl Drop for FlatHeap {
     fn drop(&mut self) {
         match self.memory {
             // SAFETY: allocated in `new` with this layout; all users have ended.
@@ -152,15 +152,15 @@ pub(crate) fn small_scratch() -> HostEngineOptions {
 }
 
 /// A buffer of one rank: in its window or in its own memory.
-pub(crate) struct Buffer {
+pub(crate) struct TestBuffer {
     pub(crate) place: Place,
     address: *mut u8,
     bytes: usize,
     _own: Vec<u8>,
 }
 
-impl Buffer {
-    pub(crate) fn window(heap: &Heap, rank: u32, offset: u64, bytes: usize) -> Self {
+impl TestBuffer {
+    pub(crate) fn window(heap: &FlatHeap, rank: u32, offset: u64, bytes: usize) -> Self {
         assert!(heap.windows + offset + bytes as u64 <= heap.stride);
         let offset = heap.windows + offset;
         Self { place: Place::Window(offset), address: heap.at(rank, offset), bytes, _own: vec![] }

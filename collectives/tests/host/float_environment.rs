@@ -3,7 +3,7 @@
 use half::{bf16, f16};
 use symmpool_collectives::{AllReduceAlgorithm, Element, F8E4m3, F8E5m2, ReduceOp};
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use crate::oracle::bits;
 
 /// The control register with the rounding mode and the treatment of subnormals.
@@ -53,8 +53,8 @@ mod control {
 }
 
 /// Runs `body` as every rank, where the thread of rank 1 has an unusual floating-point environment.
-fn with_one_unusual_rank<T: Send>(world: u32, body: impl Fn(u32, &Heap) -> T + Sync) -> Vec<T> {
-    let heap = Heap::new(world, 1, 1 << 20, &small_scratch());
+fn with_one_unusual_rank<T: Send>(world: u32, body: impl Fn(u32, &FlatHeap) -> T + Sync) -> Vec<T> {
+    let heap = FlatHeap::new(world, 1, 1 << 20, &small_scratch());
     heap.ranks(|rank| {
         if rank != 1 {
             return body(rank, &heap);
@@ -78,7 +78,7 @@ fn check<T: Element + PartialEq>(value: impl Fn(u32, usize) -> T) {
     // Inputs are computed here, in the default environment.
     let inputs: Vec<Vec<T>> =
         (0..WORLD).map(|rank| (0..COUNT).map(|at| value(rank, at)).collect()).collect();
-    let run = |rank: u32, heap: &Heap| {
+    let run = |rank: u32, heap: &FlatHeap| {
         let mut engine = heap.engine(rank, 0, small_scratch());
         let mut results = Vec::new();
         for op in ReduceOp::ALL {
@@ -86,8 +86,8 @@ fn check<T: Element + PartialEq>(value: impl Fn(u32, usize) -> T) {
                 for window in [true, false] {
                     let bytes = COUNT * size_of::<T>();
                     let buffer = match window {
-                        true => Buffer::window(heap, rank, 0, bytes),
-                        false => Buffer::plain(bytes, 0),
+                        true => TestBuffer::window(heap, rank, 0, bytes),
+                        false => TestBuffer::plain(bytes, 0),
                     };
                     buffer.write(&inputs[rank as usize]);
                     let place = buffer.place;
@@ -102,7 +102,7 @@ fn check<T: Element + PartialEq>(value: impl Fn(u32, usize) -> T) {
         results
     };
     let usual = {
-        let heap = Heap::new(WORLD, 1, 1 << 20, &small_scratch());
+        let heap = FlatHeap::new(WORLD, 1, 1 << 20, &small_scratch());
         heap.ranks(|rank| run(rank, &heap)).swap_remove(0)
     };
     let zero = T::zeroed();

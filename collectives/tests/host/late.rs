@@ -4,14 +4,14 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use symmpool_allocator::Error;
 use symmpool_collectives::{AllReduceAlgorithm, Element, HostEngine, HostEngineOptions, ReduceOp};
 
 #[test]
 fn a_missing_rank_is_named_and_the_communicator_stays_failed() {
     // S5: rank 2 never comes; rank 0 gives up first and reports that to rank 1.
-    let heap = Heap::new(3, 1, 0, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 0, &small_scratch());
     let began = Instant::now();
     let errors = heap.ranks(|rank| -> Option<[Error; 2]> {
         let timeout = Duration::from_millis(if rank == 0 { 300 } else { 60_000 });
@@ -37,7 +37,7 @@ fn a_missing_rank_is_named_and_the_communicator_stays_failed() {
 #[test]
 fn a_late_rank_notices_the_abort() {
     // S5: rank 1 comes after rank 0 has given up, and finds rank 0's handshake, but rank 0 never makes a step.
-    let heap = Heap::new(2, 1, 0, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 0, &small_scratch());
     let mut late = heap.engine(1, 0, small_scratch());
     let timeout = Duration::from_millis(100);
     let mut first = heap.engine(0, 0, HostEngineOptions { timeout, ..small_scratch() });
@@ -55,13 +55,13 @@ fn a_late_rank_notices_the_abort() {
 fn a_late_rank_writes_no_share_of_what_one_that_gave_up_receives() {
     // S5: by load balancing, rank 1 would write nearly all that it sends to rank 0.
     let count = 100_000;
-    let heap = Heap::new(2, 1, 16 * count as u64, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 16 * count as u64, &small_scratch());
     let mut late = heap.engine(1, 0, small_scratch());
     let timeout = Duration::from_millis(100);
     let mut first = heap.engine(0, 0, HostEngineOptions { timeout, ..small_scratch() });
     let exchange = |engine: &mut HostEngine, rank: u32| {
-        let from = Buffer::window(&heap, rank, 0, 4 * count);
-        let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
+        let from = TestBuffer::window(&heap, rank, 0, 4 * count);
+        let to = TestBuffer::window(&heap, rank, 4 * count as u64, 8 * count);
         from.write(&vec![1.0f32; count]);
         to.write(&vec![7.0f32; 2 * count]);
         let receive = if rank == 0 { [count, count] } else { [0, 0] };
@@ -95,7 +95,7 @@ fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives(
     // itself. With more pieces, rank 1 would wait in another step, which rank 0 does not reach.
     let (pieces, count) = (1200, 100_000);
     let sends = [[0, 0, 0], [count, 0, 0], [pieces, 0, 0]];
-    let heap = Heap::new(3, 1, 16 * count as u64, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 16 * count as u64, &small_scratch());
     heap.ranks(|rank| {
         // This is called while a rank waits for that peer.
         let peer_alive = move |peer: u32| {
@@ -117,10 +117,10 @@ fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives(
         let mut engine =
             heap.engine(rank, 0, HostEngineOptions { timeout, peer_alive, ..small_scratch() });
         let from = match rank {
-            2 => Buffer::plain(4 * pieces, 0),
-            _ => Buffer::window(&heap, rank, 0, 4 * count),
+            2 => TestBuffer::plain(4 * pieces, 0),
+            _ => TestBuffer::window(&heap, rank, 0, 4 * count),
         };
-        let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
+        let to = TestBuffer::window(&heap, rank, 4 * count as u64, 8 * count);
         from.write(&vec![1.0f32; sends[rank as usize].iter().sum()]);
         if rank == 2 {
             until(&ENTERED);
@@ -136,7 +136,7 @@ fn a_rank_stopped_amid_a_call_writes_no_share_of_what_one_that_gave_up_receives(
             GIVEN_UP.store(true, Ordering::SeqCst);
         }
     });
-    let to = Buffer::window(&heap, 0, 4 * count as u64, 8 * count);
+    let to = TestBuffer::window(&heap, 0, 4 * count as u64, 8 * count);
     assert!(to.read::<f32>(2 * count) == vec![7.0f32; 2 * count]);
 }
 
@@ -146,11 +146,11 @@ fn a_late_rank_leaves_the_windows_of_one_that_gave_up_alone() {
     // something else.
     for algorithm in [AllReduceAlgorithm::OneShot, AllReduceAlgorithm::TwoShot] {
         let count = 500;
-        let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
+        let heap = FlatHeap::new(2, 1, 1 << 16, &small_scratch());
         let mut late = heap.engine(1, 0, small_scratch());
         let timeout = Duration::from_millis(100);
         let mut first = heap.engine(0, 0, HostEngineOptions { timeout, ..small_scratch() });
-        let windows = [0, 1].map(|rank| Buffer::window(&heap, rank, 0, count * 4));
+        let windows = [0, 1].map(|rank| TestBuffer::window(&heap, rank, 0, count * 4));
         let reduce = |engine: &mut HostEngine, rank: usize| {
             let place = windows[rank].place;
             // SAFETY: the window holds `count` elements, and both ranks use it in this call only.
@@ -168,7 +168,7 @@ fn a_late_rank_leaves_the_windows_of_one_that_gave_up_alone() {
 
 #[test]
 fn a_dead_peer_is_found_long_before_the_deadline() {
-    let heap = Heap::new(3, 1, 0, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 0, &small_scratch());
     let began = Instant::now();
     let errors = heap.ranks(|rank| {
         if rank == 1 {

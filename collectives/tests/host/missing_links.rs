@@ -12,7 +12,7 @@ use symmpool_collectives::{
     AllReduceAlgorithm, DType, Element, F8E4m3, F8E5m2, HostEngine, HostEngineOptions, ReduceOp,
 };
 
-use crate::flat_heap::{Buffer, Heap, memory, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, memory, small_scratch};
 use crate::oracle::{Oracle, bits, input, noise, reduced};
 use crate::process::{Children, child, role};
 
@@ -64,7 +64,7 @@ struct Case {
 }
 
 fn run<T: Oracle>(
-    heap: &Heap,
+    heap: &FlatHeap,
     engine: &mut HostEngine,
     case: &Case,
     algorithm: AllReduceAlgorithm,
@@ -74,9 +74,9 @@ fn run<T: Oracle>(
     let bytes = count * size;
     let buffer = |window: bool, offset: u64, skew: usize| {
         let buffer = if window {
-            Buffer::window(heap, rank, offset + skew as u64, bytes + BEHIND)
+            TestBuffer::window(heap, rank, offset + skew as u64, bytes + BEHIND)
         } else {
-            Buffer::plain(bytes + BEHIND, skew)
+            TestBuffer::plain(bytes + BEHIND, skew)
         };
         buffer.write(&vec![UNTOUCHED; bytes + BEHIND]);
         buffer
@@ -96,7 +96,7 @@ fn run<T: Oracle>(
     assert_eq!(behind, [UNTOUCHED; BEHIND], "rank {rank}: {case:?}, {algorithm:?}");
 }
 
-fn run_any(heap: &Heap, engine: &mut HostEngine, case: &Case, algorithm: AllReduceAlgorithm) {
+fn run_any(heap: &FlatHeap, engine: &mut HostEngine, case: &Case, algorithm: AllReduceAlgorithm) {
     let run = match case.dtype {
         DType::F32 => run::<f32>,
         DType::F64 => run::<f64>,
@@ -116,7 +116,7 @@ fn run_any(heap: &Heap, engine: &mut HostEngine, case: &Case, algorithm: AllRedu
 fn check(links: &Topology, scratch: u64, cases: &[Case]) {
     let options = || with_links(links, scratch);
     let world = links.world();
-    let heap = Heap::linked(links, 0..world, 2 * ROOM + 64, &options(), &memory());
+    let heap = FlatHeap::linked(links, 0..world, 2 * ROOM + 64, &options(), &memory());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());
         for case in cases {
@@ -206,8 +206,8 @@ fn every_algorithm_gives_the_same_bits_whatever_is_reduced() {
     fn compare<T: Element>(repair: impl Fn(u64) -> T + Copy + Sync) {
         let links = paired_groups(&INTERLEAVED);
         let (options, linked) = (small_scratch, || with_links(&links, 4096));
-        let plain = Heap::new(8, 1, ROOM, &options());
-        let mesh = Heap::linked(&links, 0..8, ROOM, &linked(), &memory());
+        let plain = FlatHeap::new(8, 1, ROOM, &options());
+        let mesh = FlatHeap::linked(&links, 0..8, ROOM, &linked(), &memory());
         plain.ranks(|rank| {
             let mut engines = [plain.engine(rank, 0, options()), mesh.engine(rank, 0, linked())];
             for op in ReduceOp::ALL {
@@ -218,8 +218,8 @@ fn every_algorithm_gives_the_same_bits_whatever_is_reduced() {
                     (1, CUBE_MESH),
                 ] {
                     let heap = [&plain, &mesh][which];
-                    let window = Buffer::window(heap, rank, 0, COUNT * size_of::<T>());
-                    let own = Buffer::plain(COUNT * size_of::<T>(), 0);
+                    let window = TestBuffer::window(heap, rank, 0, COUNT * size_of::<T>());
+                    let own = TestBuffer::plain(COUNT * size_of::<T>(), 0);
                     for buffer in [window, own] {
                         buffer.write(&wild(rank, repair));
                         let (place, dtype) = (buffer.place, T::DTYPE);
@@ -276,7 +276,7 @@ fn an_algorithm_that_ignores_links_is_caught() {
         let name = format!("{} {windows}", algorithm.name());
         let ended = in_a_child(test, &name, || {
             let options = || with_links(&links, 4096);
-            let heap = Heap::linked(&links, 0..8, 2 * ROOM + 64, &options(), &memory());
+            let heap = FlatHeap::linked(&links, 0..8, 2 * ROOM + 64, &options(), &memory());
             let case = Case {
                 dtype: DType::F32,
                 op: ReduceOp::Sum,
@@ -305,7 +305,7 @@ fn eight_processes_reduce_over_their_links() {
     if role().as_deref() == Some("mesh") {
         let (rank, memory) = child();
         let options = with_links(&links, 64 << 10);
-        let heap = Heap::linked(&links, rank..rank + 1, 2 * ROOM + 64, &options, &memory);
+        let heap = FlatHeap::linked(&links, rank..rank + 1, 2 * ROOM + 64, &options, &memory);
         let mut engine = heap.engine(rank, 0, options);
         println!("\nready");
         for (seed, count) in (0..).zip([0, 1, 500, 7001, 15_000].repeat(6)) {
@@ -333,16 +333,16 @@ fn sums(
     options: impl Fn(u32) -> HostEngineOptions + Sync,
     count: impl Fn(u32) -> usize + Sync,
 ) -> Vec<Error> {
-    let heap = Heap::new(8, 1, ROOM, &options(0));
+    let heap = FlatHeap::new(8, 1, ROOM, &options(0));
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options(rank));
         let errors: Vec<Error> = [true, false]
             .into_iter()
             .map(|window| {
                 let buffer = if window {
-                    Buffer::window(&heap, rank, 0, 4096)
+                    TestBuffer::window(&heap, rank, 0, 4096)
                 } else {
-                    Buffer::plain(4096, 0)
+                    TestBuffer::plain(4096, 0)
                 };
                 buffer.write(&[7.0f32; 1024]);
                 let (place, sum) = (buffer.place, ReduceOp::Sum);
@@ -396,14 +396,14 @@ fn ranks_that_differ_in_links_or_calls_get_errors() {
 #[test]
 fn too_little_scratch_says_how_much_it_takes() {
     let links = cube_mesh();
-    let heap = Heap::linked(&links, 0..8, ROOM, &with_links(&links, 256), &memory());
+    let heap = FlatHeap::linked(&links, 0..8, ROOM, &with_links(&links, 256), &memory());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, with_links(&links, 256));
         let error = engine.all_reduce_slice(&mut [1.0f32; 3], ReduceOp::Sum).unwrap_err();
         assert!(error.is_invalid_argument(), "{error}");
         assert!(error.to_string().contains("raise scratch_bytes to 768 or more"), "{error}");
         // Windows need less.
-        let window = Buffer::window(&heap, rank, 0, 4000);
+        let window = TestBuffer::window(&heap, rank, 0, 4000);
         window.write(&[2i32; 1000]);
         let (place, sum) = (window.place, ReduceOp::Sum);
         // SAFETY: the window holds 1000 elements and is this rank's.

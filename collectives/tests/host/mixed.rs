@@ -1,6 +1,6 @@
 //! Random sequences of calls, by ranks that run at their own speed.
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use crate::oracle::{Oracle, bits, input, noise, reduced};
 use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostEngineOptions, ReduceOp};
 
@@ -9,7 +9,7 @@ fn epochs_wrap_unnoticed() {
     // S2: the low half of the handshake word passes zero; the number of steps is far from the epoch's value.
     for first_epoch in [(1 << 32) - 3, (1 << 32) - 2, u64::MAX >> 1] {
         let options = || HostEngineOptions { first_epoch, ..small_scratch() };
-        let heap = Heap::new(3, 1, 1 << 16, &options());
+        let heap = FlatHeap::new(3, 1, 1 << 16, &options());
         heap.ranks(|rank| {
             let mut engine = heap.engine(rank, 0, options());
             for seed in 0..8 {
@@ -24,7 +24,7 @@ fn epochs_wrap_unnoticed() {
 }
 
 /// Makes and checks one call of a random kind.
-fn any_call(heap: &Heap, engine: &mut HostEngine, windows: (u64, u64), seed: u64) {
+fn any_call(heap: &FlatHeap, engine: &mut HostEngine, windows: (u64, u64), seed: u64) {
     let (rank, world) = (engine.rank(), engine.world());
     let pick = noise(77, seed);
     let count = [0, 1, 7, 64, 300, 2000][(pick >> 8) as usize % 6];
@@ -37,8 +37,8 @@ fn any_call(heap: &Heap, engine: &mut HostEngine, windows: (u64, u64), seed: u64
             assert!(data == reduced::<i32>(seed, world, count, ReduceOp::Sum));
         }
         2 => {
-            let from = Buffer::window(heap, rank, windows.0, count * 4);
-            let to = Buffer::window(heap, rank, windows.1, count * 4);
+            let from = TestBuffer::window(heap, rank, windows.0, count * 4);
+            let to = TestBuffer::window(heap, rank, windows.1, count * 4);
             from.write(&input::<i32>(seed, rank, count));
             let two = AllReduceAlgorithm::TwoShot;
             let (a, b, max) = (from.place, to.place, ReduceOp::Max);
@@ -74,7 +74,7 @@ fn any_call(heap: &Heap, engine: &mut HostEngine, windows: (u64, u64), seed: u64
 }
 
 fn mixed_calls(world: u32, count: u64) {
-    let heap = Heap::new(world, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(world, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
         for seed in 0..count {
@@ -96,7 +96,7 @@ fn mixed_calls_of_more_ranks_than_cores() {
 
 #[test]
 fn two_communicators_do_not_disturb_each_other() {
-    let heap = Heap::new(3, 2, 1 << 17, &small_scratch());
+    let heap = FlatHeap::new(3, 2, 1 << 17, &small_scratch());
     heap.ranks(|rank| {
         std::thread::scope(|scope| {
             for block in 0..2 {

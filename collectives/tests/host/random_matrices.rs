@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use crate::oracle::input;
 use proptest::prelude::*;
 use symmpool_collectives::{Element, HostEngineOptions};
@@ -26,7 +26,7 @@ fn check(matrix: &[Vec<usize>], windows: u16, options: fn() -> HostEngineOptions
     let column = |me: usize| matrix.iter().map(|row| row[me]).sum::<usize>();
     let received = (0..world).map(column).max().unwrap_or(0);
     let room = (4 * sent.max(received)).next_multiple_of(64);
-    let heap = Heap::new(world as u32, 1, 2 * room as u64 + 4096, &options());
+    let heap = FlatHeap::new(world as u32, 1, 2 * room as u64 + 4096, &options());
     heap.ranks(|rank| {
         let me = rank as usize;
         let mut engine = heap.engine(rank, 0, options());
@@ -36,12 +36,12 @@ fn check(matrix: &[Vec<usize>], windows: u16, options: fn() -> HostEngineOptions
         // Windows may lie at different offsets on each rank.
         let own = 4 * u64::from(rank);
         let from = match windows >> me & 1 {
-            1 => Buffer::window(&heap, rank, own, room),
-            _ => Buffer::plain(sent * 4, 0),
+            1 => TestBuffer::window(&heap, rank, own, room),
+            _ => TestBuffer::plain(sent * 4, 0),
         };
         let to = match windows >> (world + me) & 1 {
-            1 => Buffer::window(&heap, rank, room as u64 + 64 + own, room),
-            _ => Buffer::plain(received * 4, 4),
+            1 => TestBuffer::window(&heap, rank, room as u64 + 64 + own, room),
+            _ => TestBuffer::plain(received * 4, 4),
         };
         let expected: Vec<i32> = (0..world)
             .flat_map(|peer| {
@@ -93,11 +93,11 @@ fn a_slow_consumer_reads_what_it_was_sent() {
     // S1: ranks 1 and 2 send each other nothing, and in every third call nobody sends anything. S4: they are in the
     // next call while rank 0 still reads what they wrote into its output.
     let count = 50_000;
-    let heap = Heap::new(3, 1, 16 * count as u64, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 16 * count as u64, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let from = Buffer::window(&heap, rank, 0, 4 * count);
-        let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
+        let from = TestBuffer::window(&heap, rank, 0, 4 * count);
+        let to = TestBuffer::window(&heap, rank, 4 * count as u64, 8 * count);
         for call in 0..30 {
             let count = if call % 3 == 2 { 0 } else { count };
             let send = if rank == 0 { [0; 3] } else { [count, 0, 0] };
@@ -119,11 +119,11 @@ fn a_slow_consumer_reads_what_it_was_sent() {
 fn counts_that_disagree_are_an_error_before_a_sender_writes() {
     // S6
     let count = 50_000;
-    let heap = Heap::new(2, 1, 16 * count as u64, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 16 * count as u64, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let from = Buffer::window(&heap, rank, 0, 4 * count);
-        let to = Buffer::window(&heap, rank, 4 * count as u64, 8 * count);
+        let from = TestBuffer::window(&heap, rank, 0, 4 * count);
+        let to = TestBuffer::window(&heap, rank, 4 * count as u64, 8 * count);
         from.write(&vec![1i32; count]);
         to.write(&vec![7i32; 2 * count]);
         for more in [1, 0, 1] {
@@ -147,11 +147,11 @@ fn counts_that_disagree_are_an_error_before_a_sender_writes() {
 #[test]
 fn a_large_direct_exchange_takes_the_streaming_path() {
     let count = 3 << 20;
-    let heap = Heap::new(2, 1, 64 << 20, &HostEngineOptions::default());
+    let heap = FlatHeap::new(2, 1, 64 << 20, &HostEngineOptions::default());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, HostEngineOptions::default());
-        let from = Buffer::window(&heap, rank, 4, 2 * count * 4);
-        let to = Buffer::window(&heap, rank, (32 << 20) + 4, 2 * count * 4);
+        let from = TestBuffer::window(&heap, rank, 4, 2 * count * 4);
+        let to = TestBuffer::window(&heap, rank, (32 << 20) + 4, 2 * count * 4);
         from.write(&input::<i32>(6, rank, 2 * count));
         // SAFETY: both windows hold twice `count` elements and are this rank's.
         unsafe { engine.all_to_all(from.place, to.place, count, i32::DTYPE) }.unwrap();
@@ -166,11 +166,11 @@ fn a_large_direct_exchange_takes_the_streaming_path() {
 #[test]
 fn all_to_all_on_one_rank_may_meet_all_to_all_v_on_others() {
     const MATRIX: [[usize; 3]; 3] = [[3, 1, 2], [1, 1, 1], [2, 1, 3]];
-    let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let me = rank as usize;
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let (from, to) = (Buffer::plain(24, 0), Buffer::plain(24, 0));
+        let (from, to) = (TestBuffer::plain(24, 0), TestBuffer::plain(24, 0));
         from.write(&[me as i32; 6]);
         for _ in 0..3 {
             to.write(&[-1; 6]);
@@ -203,10 +203,10 @@ fn all_to_all_on_one_rank_may_meet_all_to_all_v_on_others() {
 fn an_error_lists_the_first_counts_that_disagree_and_how_many_more_there_are() {
     // S6
     for world in [2, 3] {
-        let heap = Heap::new(world, 1, 1 << 16, &small_scratch());
+        let heap = FlatHeap::new(world, 1, 1 << 16, &small_scratch());
         heap.ranks(|rank| {
             let mut engine = heap.engine(rank, 0, small_scratch());
-            let (from, to) = (Buffer::plain(24, 0), Buffer::plain(24, 0));
+            let (from, to) = (TestBuffer::plain(24, 0), TestBuffer::plain(24, 0));
             let (send, receive) = (vec![1; world as usize], vec![2; world as usize]);
             let (from, out) = (from.place, to.place);
             // SAFETY: both buffers hold what is sent and received, and are this rank's.

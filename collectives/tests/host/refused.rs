@@ -3,15 +3,15 @@
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use symmpool_collectives::{AllToAllAlgorithm, DType, Element, HostEngineOptions, Place, ReduceOp};
 
 #[test]
 fn wrong_numbers_of_counts_on_one_rank_are_an_error_on_all() {
-    let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let (from, to) = (Buffer::plain(16, 0), Buffer::plain(16, 0));
+        let (from, to) = (TestBuffer::plain(16, 0), TestBuffer::plain(16, 0));
         for (sends, receives) in [(2, 3), (3, 2), (4, 3), (3, 4), (0, 0)] {
             let (sends, receives) = if rank == 1 { (sends, receives) } else { (3, 3) };
             let (send, receive) = (vec![1; sends], vec![1; receives]);
@@ -34,7 +34,7 @@ fn wrong_numbers_of_counts_on_one_rank_are_an_error_on_all() {
 #[test]
 fn a_rank_that_refuses_a_call_returns_at_once_and_the_next_call_names_a_missing_rank() {
     // S5: its peers learn of the refusal as of any call.
-    let heap = Heap::new(2, 1, 0, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 0, &small_scratch());
     let timeout = Duration::from_millis(300);
     let mut engine = heap.engine(0, 0, HostEngineOptions { timeout, ..small_scratch() });
     let began = Instant::now();
@@ -52,7 +52,7 @@ fn a_rank_that_refuses_a_call_returns_at_once_and_the_next_call_names_a_missing_
 #[test]
 fn calls_that_were_refused_ahead_of_the_other_ranks_are_reported_one_by_one() {
     // S4, S6
-    let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 1 << 16, &small_scratch());
     let refused = Barrier::new(3);
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
@@ -83,10 +83,10 @@ fn calls_that_were_refused_ahead_of_the_other_ranks_are_reported_one_by_one() {
 #[test]
 fn all_to_alls_that_differ_in_more_than_their_parts_are_errors() {
     // S6: the rows agree to the byte.
-    let heap = Heap::new(3, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(3, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let (from, to) = (Buffer::plain(24, 0), Buffer::plain(24, 0));
+        let (from, to) = (TestBuffer::plain(24, 0), TestBuffer::plain(24, 0));
         to.write(&[7_u8; 24]);
         let (from, out, counts) = (from.place, to.place, [2; 3]);
         for other in 0..4 {
@@ -115,12 +115,12 @@ fn all_to_alls_that_differ_in_more_than_their_parts_are_errors() {
 #[test]
 fn all_to_alls_of_ranks_with_different_options_are_errors() {
     // S6
-    let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let all_to_all = [AllToAllAlgorithm::Lamport, AllToAllAlgorithm::Direct][rank as usize];
         let mut engine = heap.engine(rank, 0, HostEngineOptions { all_to_all, ..small_scratch() });
-        let from = Buffer::window(&heap, rank, 0, 8);
-        let to = Buffer::window(&heap, rank, 64, 8);
+        let from = TestBuffer::window(&heap, rank, 0, 8);
+        let to = TestBuffer::window(&heap, rank, 64, 8);
         // SAFETY: both windows hold two elements and are this rank's.
         let done = unsafe { engine.all_to_all(from.place, to.place, 1, i32::DTYPE) };
         let error = done.unwrap_err();
@@ -131,10 +131,10 @@ fn all_to_alls_of_ranks_with_different_options_are_errors() {
 #[test]
 fn gathers_and_scatters_at_different_offsets_are_errors() {
     // S6, for few elements and for many, which take different paths.
-    let heap = Heap::new(2, 1, 1 << 17, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 1 << 17, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let window = Buffer::window(&heap, rank, 0, 1 << 17);
+        let window = TestBuffer::window(&heap, rank, 0, 1 << 17);
         window.write(&vec![7_u8; 1 << 17]);
         let (first, second) = (window.part(0), window.part(1 << 16));
         let (here, there) = (first, window.part(64 * rank as usize));
@@ -162,10 +162,10 @@ fn gathers_and_scatters_at_different_offsets_are_errors() {
 
 #[test]
 fn invalid_addresses_are_refused_unless_there_are_no_elements() {
-    let heap = Heap::new(2, 1, 0, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 0, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let buffer = Buffer::plain(16, 0);
+        let buffer = TestBuffer::plain(16, 0);
         buffer.write(&[rank as i32; 4]);
         let null = Place::Unregistered(std::ptr::null_mut());
         let last = Place::Unregistered(std::ptr::without_provenance_mut(usize::MAX - 3));

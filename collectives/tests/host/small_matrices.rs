@@ -1,7 +1,7 @@
 //! Ten thousand small traffic matrices, compared with a reference that moves one byte at a time: empty rows and
 //! columns, all to one, nothing at all, unaligned places.
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use crate::oracle::noise;
 use symmpool_collectives::{Element, HostEngine, Place};
 
@@ -60,18 +60,18 @@ fn reference(nth: u64, matrix: &[Vec<usize>]) -> Vec<Vec<u8>> {
 struct Rank {
     engine: HostEngine,
     me: usize,
-    inputs: [Buffer; 2],
-    outputs: [Buffer; 2],
+    inputs: [TestBuffer; 2],
+    outputs: [TestBuffer; 2],
 }
 
 impl Rank {
-    fn new(heap: &Heap, rank: u32) -> Self {
-        let window = |nth: u64| Buffer::window(heap, rank, nth * ROOM as u64, ROOM);
+    fn new(heap: &FlatHeap, rank: u32) -> Self {
+        let window = |nth: u64| TestBuffer::window(heap, rank, nth * ROOM as u64, ROOM);
         Self {
             engine: heap.engine(rank, 0, small_scratch()),
             me: rank as usize,
-            inputs: [window(0), Buffer::plain(ROOM, 0)],
-            outputs: [window(1), Buffer::plain(ROOM, 0)],
+            inputs: [window(0), TestBuffer::plain(ROOM, 0)],
+            outputs: [window(1), TestBuffer::plain(ROOM, 0)],
         }
     }
 
@@ -106,7 +106,7 @@ impl Rank {
 #[test]
 fn ten_thousand_small_matrices_arrive_whole() {
     for world in 2..=4 {
-        let heap = Heap::new(world, 1, 2 * ROOM as u64, &small_scratch());
+        let heap = FlatHeap::new(world, 1, 2 * ROOM as u64, &small_scratch());
         heap.ranks(|rank| {
             let mut rank = Rank::new(&heap, rank);
             for nth in (0..MATRICES).filter(|nth| nth % 3 == u64::from(world - 2)) {

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 use crate::oracle::{input, noise};
 use proptest::prelude::*;
 use symmpool_allocator::Error;
@@ -34,7 +34,7 @@ fn check(
     let world = matrix.len();
     let options = || HostEngineOptions { all_to_all, ..small_scratch() };
     let room = 5 * 3100 * 4 * row;
-    let heap = Heap::new(world as u32, 1, 2 * room as u64 + 4096, &options());
+    let heap = FlatHeap::new(world as u32, 1, 2 * room as u64 + 4096, &options());
     let received = |rank: usize| matrix.iter().map(|sends| sends[rank]).sum::<usize>();
     let capacity = |rank: usize| received(rank).saturating_add_signed(more[rank]);
     let overflows = (0..world).any(|rank| received(rank) > capacity(rank));
@@ -45,12 +45,12 @@ fn check(
         // Windows may lie at different offsets on each rank.
         let own = 4 * u64::from(rank);
         let from = match windows >> me & 1 {
-            1 => Buffer::window(&heap, rank, own, room),
-            _ => Buffer::plain(sent * row * 4, 4),
+            1 => TestBuffer::window(&heap, rank, own, room),
+            _ => TestBuffer::plain(sent * row * 4, 4),
         };
         let to = match windows >> (world + me) & 1 {
-            1 => Buffer::window(&heap, rank, room as u64 + 64 + own, room),
-            _ => Buffer::plain(room, 0),
+            1 => TestBuffer::window(&heap, rank, room as u64 + 64 + own, room),
+            _ => TestBuffer::plain(room, 0),
         };
         let mut expected: Vec<i32> = (0..world)
             .flat_map(|peer| {
@@ -128,10 +128,10 @@ fn rows_without_room_are_not_written_by_senders_either() {
 #[test]
 fn invalid_splits_are_an_error_on_all_and_the_communicator_stays_usable() {
     const WORLD: usize = 3;
-    let heap = Heap::new(WORLD as u32, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(WORLD as u32, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let (from, to) = (Buffer::plain(400, 0), Buffer::plain(400, 0));
+        let (from, to) = (TestBuffer::plain(400, 0), TestBuffer::plain(400, 0));
         from.write(&input::<i32>(1, rank, 100));
         let rows = SplitRows { dtype: i32::DTYPE, row: 1, length: 90, capacity: 90 };
         for (bad, right) in
@@ -179,10 +179,10 @@ fn invalid_splits_are_an_error_on_all_and_the_communicator_stays_usable() {
 
 #[test]
 fn splits_in_memory_on_one_rank_and_counts_as_arguments_on_another_are_different_calls() {
-    let heap = Heap::new(2, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 1 << 16, &small_scratch());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let (from, to) = (Buffer::plain(400, 0), Buffer::plain(400, 0));
+        let (from, to) = (TestBuffer::plain(400, 0), TestBuffer::plain(400, 0));
         let counts = [noise(1, 0) as i64 & 7; 2];
         let done = if rank == 0 {
             let rows = SplitRows { dtype: i32::DTYPE, row: 1, length: 90, capacity: 90 };
@@ -206,7 +206,7 @@ fn splits_in_memory_on_one_rank_and_counts_as_arguments_on_another_are_different
 fn counts_that_change_meanwhile_are_read_once() {
     const WORLD: usize = 4;
     const MAX_COUNT: i64 = 25;
-    let heap = Heap::new(WORLD as u32, 1, 1 << 16, &small_scratch());
+    let heap = FlatHeap::new(WORLD as u32, 1, 1 << 16, &small_scratch());
     let counts: [AtomicI64; WORLD] = std::array::from_fn(|_| AtomicI64::new(1));
     let ended = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -219,14 +219,14 @@ fn counts_that_change_meanwhile_are_read_once() {
         });
         let outcomes = heap.ranks(|rank| {
             let mut engine = heap.engine(rank, 0, small_scratch());
-            let (from, to) = (Buffer::plain(400, 0), Buffer::plain(1600, 0));
+            let (from, to) = (TestBuffer::plain(400, 0), TestBuffer::plain(1600, 0));
             from.write(&vec![rank as i32; 100]);
             let rows = SplitRows { dtype: i32::DTYPE, row: 1, length: 100, capacity: 400 };
             let mut received = [0_i64; WORLD];
             let (mut succeeded, end) = (0, Instant::now() + Duration::from_millis(1500));
             for call in 0.. {
                 // Rank 0 decides when the test ends.
-                let flag = Buffer::plain(4, 0);
+                let flag = TestBuffer::plain(4, 0);
                 flag.write(&[i32::from(Instant::now() > end)]);
                 // SAFETY: one element of the flag, this rank's.
                 unsafe { engine.broadcast(flag.place, 1, i32::DTYPE, 0) }.unwrap();

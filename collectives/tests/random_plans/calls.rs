@@ -7,7 +7,7 @@ use symmpool_collectives::{DType, ReduceOp};
 
 /// A call, but for its data.
 #[derive(Clone, Debug)]
-pub(crate) struct Case {
+pub(crate) struct RandomCall {
     pub(crate) count: usize,
     pub(crate) dtype: DType,
     pub(crate) op: ReduceOp,
@@ -38,7 +38,7 @@ pub(crate) fn cases(
     random: &mut SplitMix64,
     number: usize,
     boundaries: &Boundaries,
-) -> Vec<Case> {
+) -> Vec<RandomCall> {
     let plan = checked.plan();
     (0..number)
         .map(|_| {
@@ -61,7 +61,7 @@ pub(crate) fn cases(
             let in_place = (0..plan.world).map(|rank| aliased >> rank & 1 == 1).collect();
             let has_root = plan.collective == Collective::Broadcast;
             let root = if has_root { random.below(plan.world.into()) as u32 } else { 0 };
-            Case { count, dtype, op, in_place, root }
+            RandomCall { count, dtype, op, in_place, root }
         })
         .collect()
 }
@@ -102,7 +102,12 @@ fn count(plan: &Plan, random: &mut SplitMix64, size: usize, boundaries: &Boundar
 
 /// The inputs of all ranks of the plan. Floats are of few magnitudes, so that sums round, with zeros of both signs, NaNs,
 /// infinities and denormals among them.
-pub(crate) fn inputs(plan: &Plan, case: &Case, layout: &ChunkLayout, seed: u64) -> Vec<Vec<u8>> {
+pub(crate) fn inputs(
+    plan: &Plan,
+    case: &RandomCall,
+    layout: &ChunkLayout,
+    seed: u64,
+) -> Vec<Vec<u8>> {
     let elements = layout.total(plan.chunks);
     let of_rank = |rank: u32| {
         if !reference::has_input(plan, rank) {

@@ -8,15 +8,15 @@ use symmpool_collectives::plan::{
     Buffer, Collective, Contribution, Operation, Plan, Protocol, Span,
 };
 
-use super::weaver::{Cell, Habits, Weaver};
+use super::weaver::{ChunkCell, Habits, Weaver};
 
 /// The number of a value: an input's chunk, or a reduction.
-type Value = usize;
+type ValueNumber = usize;
 
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Made {
+enum ValueSource {
     Input(Contribution),
-    Reduced(Vec<Value>),
+    Reduced(Vec<ValueNumber>),
 }
 
 /// How a program goes about it. All are percents, but the last ones.
@@ -46,13 +46,13 @@ pub(super) struct Goals {
     plan: Plan,
     style: Style,
     weaver: Weaver,
-    made: Vec<Made>,
+    made: Vec<ValueSource>,
     /// Values of chunks.
-    held: BTreeMap<Cell, Value>,
+    held: BTreeMap<ChunkCell, ValueNumber>,
     /// Chunks of outputs that lack their value.
-    left: BTreeMap<Cell, Value>,
+    left: BTreeMap<ChunkCell, ValueNumber>,
     /// Chunks of scratch that may never be written again.
-    used: BTreeSet<Cell>,
+    used: BTreeSet<ChunkCell>,
 }
 
 /// Writes a program that is right, in one of very many ways.
@@ -97,7 +97,7 @@ pub(super) fn write(plan: Plan, mut random: SplitMix64) -> Plan {
 }
 
 impl Goals {
-    fn value(&mut self, made: Made) -> Value {
+    fn value(&mut self, made: ValueSource) -> ValueNumber {
         if let Some(found) = self.made.iter().position(|other| *other == made) {
             return found;
         }
@@ -113,12 +113,12 @@ impl Goals {
                 continue;
             }
             for chunk in 0..plan.chunks {
-                let value = self.value(Made::Input(Contribution { rank, chunk }));
+                let value = self.value(ValueSource::Input(Contribution { rank, chunk }));
                 self.held.insert((rank, Buffer::Input, chunk), value);
             }
         }
         // Where results must have the same bits, equal sets of inputs are reduced in one way.
-        let mut ways: BTreeMap<Vec<Contribution>, Value> = BTreeMap::new();
+        let mut ways: BTreeMap<Vec<Contribution>, ValueNumber> = BTreeMap::new();
         for rank in 0..plan.world {
             for index in 0..plan.output_chunks(rank) {
                 let mut of = super::expected(&plan, rank, index);
@@ -134,8 +134,9 @@ impl Goals {
     }
 
     /// One of the ways to reduce inputs: at once, one after the other, or in pairs.
-    fn way_to_reduce(&mut self, of: &[Contribution]) -> Value {
-        let mut values: Vec<Value> = of.iter().map(|each| self.value(Made::Input(*each))).collect();
+    fn way_to_reduce(&mut self, of: &[Contribution]) -> ValueNumber {
+        let mut values: Vec<ValueNumber> =
+            of.iter().map(|each| self.value(ValueSource::Input(*each))).collect();
         if self.weaver.chance(30) {
             self.weaver.random.shuffle(&mut values);
         }
@@ -151,7 +152,7 @@ impl Goals {
                 _ => self.weaver.random.below((values.len() - count + 1) as u64) as usize,
             };
             let operands = values[first..first + count].to_vec();
-            let reduced = self.value(Made::Reduced(operands));
+            let reduced = self.value(ValueSource::Reduced(operands));
             values.splice(first..first + count, [reduced]);
         }
         values[0]
@@ -185,7 +186,7 @@ impl Goals {
     }
 
     /// Brings a value, which may have to be made, to a chunk of an output.
-    fn deliver(&mut self, target: Cell, value: Value) {
+    fn deliver(&mut self, target: ChunkCell, value: ValueNumber) {
         if self.where_is(value, target.0).is_some() {
             self.bring(target, value);
             return;
@@ -196,7 +197,7 @@ impl Goals {
             true => target.0,
             false => self.weaver.random.below(self.plan.world.into()) as u32,
         };
-        let Made::Reduced(operands) = self.made[wanted].clone() else { return };
+        let ValueSource::Reduced(operands) = self.made[wanted].clone() else { return };
         let remotely = self.weaver.chance(self.style.reduces_remotely);
         let dst = if wanted == value && self.is_free(target) && (target.0 == rank || remotely) {
             target
@@ -224,33 +225,33 @@ impl Goals {
             }
         }
         // Bringing may have overwritten what was found before.
-        let Made::Reduced(operands) = self.made[wanted].clone() else { return };
+        let ValueSource::Reduced(operands) = self.made[wanted].clone() else { return };
         let still_there =
             srcs.iter().zip(&operands).all(|(src, value)| self.held.get(src) == Some(value));
         if !still_there || !self.may_write(dst) || !self.can_lose(&[dst], Some(wanted)) {
             return;
         }
         let count = self.range_of(dst, &srcs);
-        let span = |cell: Cell| span(cell, count);
+        let span = |cell: ChunkCell| span(cell, count);
         let operation =
             Operation::Reduce { dst: span(dst), srcs: srcs.iter().copied().map(span).collect() };
         self.run(rank, operation);
     }
 
     /// The innermost reduction of a value whose operands are there.
-    fn next_to_make(&self, value: Value) -> Option<Value> {
+    fn next_to_make(&self, value: ValueNumber) -> Option<ValueNumber> {
         if self.held.values().any(|held| *held == value) {
             return None;
         }
-        let Made::Reduced(operands) = &self.made[value] else { return None };
+        let ValueSource::Reduced(operands) = &self.made[value] else { return None };
         operands.iter().find_map(|operand| self.next_to_make(*operand)).or(Some(value))
     }
 
     /// A chunk that holds a value, on that rank if there is one there.
-    fn where_is(&mut self, value: Value, rank: u32) -> Option<Cell> {
-        let found: Vec<Cell> =
+    fn where_is(&mut self, value: ValueNumber, rank: u32) -> Option<ChunkCell> {
+        let found: Vec<ChunkCell> =
             self.held.iter().filter(|(_, held)| **held == value).map(|(cell, _)| *cell).collect();
-        let here: Vec<Cell> = found.iter().copied().filter(|cell| cell.0 == rank).collect();
+        let here: Vec<ChunkCell> = found.iter().copied().filter(|cell| cell.0 == rank).collect();
         let from = if here.is_empty() || self.weaver.chance(20) { &found } else { &here };
         if from.is_empty() {
             return None;
@@ -259,7 +260,12 @@ impl Goals {
     }
 
     /// Where a reduction on `rank` takes a value from, if it needs not be brought.
-    fn here_or_there(&mut self, value: Value, rank: u32, remotely: bool) -> Option<Cell> {
+    fn here_or_there(
+        &mut self,
+        value: ValueNumber,
+        rank: u32,
+        remotely: bool,
+    ) -> Option<ChunkCell> {
         let here = self.held.iter().find(|(cell, held)| **held == value && cell.0 == rank);
         let here = here.map(|(cell, _)| *cell);
         if here.is_some() && !(remotely && self.weaver.chance(20)) {
@@ -269,7 +275,7 @@ impl Goals {
     }
 
     /// Copies a value to a chunk. Returns whether it could.
-    fn bring(&mut self, target: Cell, value: Value) -> bool {
+    fn bring(&mut self, target: ChunkCell, value: ValueNumber) -> bool {
         let Some(src) = self.where_is(value, target.0) else { return false };
         let mut target = target;
         if self.style.ll && src.0 != target.0 && target.1 != Buffer::Scratch {
@@ -309,10 +315,10 @@ impl Goals {
     }
 
     /// Copies what a chunk of a memory holds to somewhere else, so that it may be written.
-    fn rescue(&mut self, target: Cell) {
+    fn rescue(&mut self, target: ChunkCell) {
         let rank = target.0;
         let memory = self.memory(target);
-        let lost: Vec<Cell> =
+        let lost: Vec<ChunkCell> =
             self.held.keys().copied().filter(|cell| self.memory(*cell) == memory).collect();
         for cell in lost {
             match self.room(rank) {
@@ -339,7 +345,7 @@ impl Goals {
             self.again(rank, operation);
             return;
         }
-        let values: Vec<Value> = self.held.values().copied().collect();
+        let values: Vec<ValueNumber> = self.held.values().copied().collect();
         if values.is_empty() {
             return;
         }
@@ -361,13 +367,13 @@ impl Goals {
         for offset in 0..dst.count {
             let at =
                 |span: Span| self.held.get(&(span.rank, span.buffer, span.index + offset)).copied();
-            let Some(found) = srcs.iter().map(|src| at(*src)).collect::<Option<Vec<Value>>>()
+            let Some(found) = srcs.iter().map(|src| at(*src)).collect::<Option<Vec<ValueNumber>>>()
             else {
                 return;
             };
             let value = match found[..] {
                 [one] => Some(one),
-                _ => self.made.iter().position(|made| *made == Made::Reduced(found.clone())),
+                _ => self.made.iter().position(|made| *made == ValueSource::Reduced(found.clone())),
             };
             if at(dst) != value {
                 return;
@@ -378,17 +384,17 @@ impl Goals {
 
     /// How many chunks an operation can take at once that begins with these: for each further one the sources hold what
     /// the destination lacks.
-    fn range_of(&mut self, dst: Cell, srcs: &[Cell]) -> u32 {
+    fn range_of(&mut self, dst: ChunkCell, srcs: &[ChunkCell]) -> u32 {
         let mut count = 1;
         while self.weaver.chance(self.style.ranges) && count < 8 {
-            let next = |cell: &Cell| (cell.0, cell.1, cell.2 + count);
+            let next = |cell: &ChunkCell| (cell.0, cell.1, cell.2 + count);
             let to = next(&dst);
-            let found: Option<Vec<Value>> =
+            let found: Option<Vec<ValueNumber>> =
                 srcs.iter().map(|src| self.held.get(&next(src)).copied()).collect();
             let Some(found) = found else { break };
             let value = match found[..] {
                 [one] => Some(one),
-                _ => self.made.iter().position(|made| *made == Made::Reduced(found.clone())),
+                _ => self.made.iter().position(|made| *made == ValueSource::Reduced(found.clone())),
             };
             let Some(value) = value else { break };
             let is_wanted = match to.1 {
@@ -402,7 +408,7 @@ impl Goals {
                     && src.2 < dst.2 + count + 1
                     && dst.2 < src.2 + count + 1
             });
-            let all: Vec<Cell> = (0..=count).map(|nth| (dst.0, dst.1, dst.2 + nth)).collect();
+            let all: Vec<ChunkCell> = (0..=count).map(|nth| (dst.0, dst.1, dst.2 + nth)).collect();
             let fits = !overlaps && self.may_write(to) && self.place_fits(to, value);
             if !is_wanted || !fits || !self.can_lose(&all, None) {
                 break;
@@ -413,7 +419,7 @@ impl Goals {
     }
 
     /// The memory of a chunk.
-    fn memory(&self, cell: Cell) -> Cell {
+    fn memory(&self, cell: ChunkCell) -> ChunkCell {
         memory(&self.plan, self.style.in_place, cell)
     }
 
@@ -429,15 +435,15 @@ impl Goals {
         };
         for offset in 0..dst.count {
             let at = |span: Span| (span.rank, span.buffer, span.index + offset);
-            let found: Vec<Value> =
+            let found: Vec<ValueNumber> =
                 srcs.iter().filter_map(|src| self.held.get(&at(*src)).copied()).collect();
             let value = match found[..] {
                 [one] => one,
-                _ => self.value(Made::Reduced(found)),
+                _ => self.value(ValueSource::Reduced(found)),
             };
             let to = at(dst);
             let memory = self.memory(to);
-            let lost: Vec<Cell> = self
+            let lost: Vec<ChunkCell> = self
                 .held
                 .keys()
                 .copied()
@@ -457,7 +463,7 @@ impl Goals {
     }
 
     /// Whether a value is in a chunk of as many elements as it has, whatever the count of a call.
-    fn place_fits(&self, cell: Cell, value: Value) -> bool {
+    fn place_fits(&self, cell: ChunkCell, value: ValueNumber) -> bool {
         if cell.1 == Buffer::Scratch || self.style.moves_places {
             return true;
         }
@@ -465,16 +471,18 @@ impl Goals {
         self.places(value).iter().all(|place| *place == cell.2 % each)
     }
 
-    fn places(&self, value: Value) -> BTreeSet<u32> {
+    fn places(&self, value: ValueNumber) -> BTreeSet<u32> {
         let each = self.plan.chunks_of_part().max(1);
         match &self.made[value] {
-            Made::Input(of) => [of.chunk % each].into(),
-            Made::Reduced(operands) => operands.iter().flat_map(|of| self.places(*of)).collect(),
+            ValueSource::Input(of) => [of.chunk % each].into(),
+            ValueSource::Reduced(operands) => {
+                operands.iter().flat_map(|of| self.places(*of)).collect()
+            }
         }
     }
 
     /// Whether a chunk may be written: inputs never, outputs only as long as they are not complete, and in LL scratch once.
-    fn may_write(&self, cell: Cell) -> bool {
+    fn may_write(&self, cell: ChunkCell) -> bool {
         match cell.1 {
             Buffer::Input => false,
             Buffer::Output => self.left.contains_key(&cell),
@@ -482,41 +490,41 @@ impl Goals {
         }
     }
 
-    fn is_free(&self, cell: Cell) -> bool {
+    fn is_free(&self, cell: ChunkCell) -> bool {
         self.may_write(cell) && self.can_lose(&[cell], None)
     }
 
     /// Whether what the memories of chunks hold is not needed any more, or held elsewhere, or written there again.
-    fn can_lose(&self, cells: &[Cell], for_value: Option<Value>) -> bool {
-        let memories: Vec<Cell> = cells.iter().map(|cell| self.memory(*cell)).collect();
-        let is_lost = |cell: &Cell| memories.contains(&self.memory(*cell));
+    fn can_lose(&self, cells: &[ChunkCell], for_value: Option<ValueNumber>) -> bool {
+        let memories: Vec<ChunkCell> = cells.iter().map(|cell| self.memory(*cell)).collect();
+        let is_lost = |cell: &ChunkCell| memories.contains(&self.memory(*cell));
         self.held.iter().filter(|(cell, _)| is_lost(cell)).all(|(_, value)| {
             let elsewhere = self.held.iter().any(|(other, held)| held == value && !is_lost(other));
             elsewhere || for_value == Some(*value) || !self.is_needed(*value)
         })
     }
 
-    fn is_needed(&self, value: Value) -> bool {
+    fn is_needed(&self, value: ValueNumber) -> bool {
         self.left.values().any(|wanted| self.takes(*wanted, value))
     }
 
-    fn takes(&self, whole: Value, part: Value) -> bool {
+    fn takes(&self, whole: ValueNumber, part: ValueNumber) -> bool {
         if whole == part {
             return true;
         }
         match &self.made[whole] {
-            Made::Input(_) => false,
-            Made::Reduced(operands) => operands.iter().any(|of| self.takes(*of, part)),
+            ValueSource::Input(_) => false,
+            ValueSource::Reduced(operands) => operands.iter().any(|of| self.takes(*of, part)),
         }
     }
 
     /// A chunk of a rank where something may be parked.
-    fn room(&mut self, rank: u32) -> Option<Cell> {
+    fn room(&mut self, rank: u32) -> Option<ChunkCell> {
         self.room_but(rank, &[], (rank, Buffer::Input, 0))
     }
 
-    fn room_but(&mut self, rank: u32, but: &[Cell], other: Cell) -> Option<Cell> {
-        let mut found: Vec<Cell> =
+    fn room_but(&mut self, rank: u32, but: &[ChunkCell], other: ChunkCell) -> Option<ChunkCell> {
+        let mut found: Vec<ChunkCell> =
             (0..self.plan.scratch).map(|index| (rank, Buffer::Scratch, index)).collect();
         // In LL peers are reached through scratch alone.
         if self.style.parks && self.style.moves_places && !self.style.ll && self.weaver.chance(30) {
@@ -534,12 +542,12 @@ impl Goals {
     }
 }
 
-fn span((rank, buffer, index): Cell, count: u32) -> Span {
+fn span((rank, buffer, index): ChunkCell, count: u32) -> Span {
     Span { rank, buffer, index, count }
 }
 
 /// The memory of a chunk, where input and output may be one.
-fn memory(plan: &Plan, in_place: bool, cell: Cell) -> Cell {
+fn memory(plan: &Plan, in_place: bool, cell: ChunkCell) -> ChunkCell {
     let (rank, buffer, index) = cell;
     if !in_place || buffer != Buffer::Output {
         return cell;

@@ -22,7 +22,7 @@ use symmpool_collectives::plan::{Collective, Contribution, Plan, Protocol};
 
 /// How a program came to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Kind {
+pub(crate) enum ProgramKind {
     /// Written so that it is right.
     Right,
     /// One of these, with mistakes.
@@ -36,25 +36,25 @@ pub(crate) fn program(
     seed: u64,
     number: u64,
     world: Option<u32>,
-    kind: Option<Kind>,
-) -> (Kind, Plan) {
+    kind: Option<ProgramKind>,
+) -> (ProgramKind, Plan) {
     let mut random = SplitMix64::for_participant(seed, number);
     let drawn = match random.below(20) {
-        0..=11 => Kind::Right,
-        12..=17 => Kind::Mistaken,
-        _ => Kind::Wild,
+        0..=11 => ProgramKind::Right,
+        12..=17 => ProgramKind::Mistaken,
+        _ => ProgramKind::Wild,
     };
     let kind = kind.unwrap_or(drawn);
     let drawn = [1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 4, 4, 4, 5, 6, 7, 8][random.below(17) as usize];
-    let world = world.unwrap_or(if kind == Kind::Wild { drawn.min(2) } else { drawn });
+    let world = world.unwrap_or(if kind == ProgramKind::Wild { drawn.min(2) } else { drawn });
     let plan = Plan {
         name: format!("random_{seed}_{number}"),
-        ..blank(world, &mut random, kind == Kind::Wild)
+        ..blank(world, &mut random, kind == ProgramKind::Wild)
     };
     let plan = match kind {
-        Kind::Wild => mistakes::wild(plan, &mut random),
-        Kind::Right => goals::write(plan, random),
-        Kind::Mistaken => {
+        ProgramKind::Wild => mistakes::wild(plan, &mut random),
+        ProgramKind::Right => goals::write(plan, random),
+        ProgramKind::Mistaken => {
             let mut right = goals::write(plan, random.clone());
             mistakes::make(&mut right, &mut random);
             right

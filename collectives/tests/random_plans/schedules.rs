@@ -4,10 +4,10 @@ use symmpool_allocator::testing::SplitMix64;
 use symmpool_collectives::ReduceOp;
 use symmpool_collectives::plan::Plan;
 use symmpool_collectives::plan::reference::{
-    Caller, Calls, Choice, ChunkLayout, Left, Machine, Stopped, Values,
+    CallSeries, Caller, ChunkLayout, Left, Machine, NextStep, Stopped, Values,
 };
 
-use super::calls::Case;
+use super::calls::RandomCall;
 
 /// Which rank goes on: any, or the one of the highest priority, and priorities change now and then.
 struct Scheduler {
@@ -22,7 +22,7 @@ impl Scheduler {
         Self { random, priorities }
     }
 
-    fn choose(&mut self, choices: &[Choice]) -> usize {
+    fn choose(&mut self, choices: &[NextStep]) -> usize {
         let Self { random, priorities } = self;
         let Some(priorities) = priorities else {
             return random.below(choices.len() as u64) as usize;
@@ -33,8 +33,8 @@ impl Scheduler {
         }
         let first = choices.iter().map(|choice| priorities[choice.rank as usize]).max();
         let of_first =
-            |choice: &&(usize, &Choice)| Some(priorities[choice.1.rank as usize]) == first;
-        let all: Vec<(usize, &Choice)> = choices.iter().enumerate().collect();
+            |choice: &&(usize, &NextStep)| Some(priorities[choice.1.rank as usize]) == first;
+        let all: Vec<(usize, &NextStep)> = choices.iter().enumerate().collect();
         let mine: Vec<usize> = all.iter().filter(of_first).map(|(at, _)| *at).collect();
         mine[random.below(mine.len() as u64) as usize]
     }
@@ -42,7 +42,7 @@ impl Scheduler {
 
 /// Runs calls on a random schedule. `conflict` becomes true if two operations that access one memory could both be next.
 pub(crate) fn run(
-    calls: &Calls<'_>,
+    calls: &CallSeries<'_>,
     seed: u64,
     values: &mut Values,
     mut conflict: Option<&mut bool>,
@@ -62,15 +62,15 @@ pub(crate) fn run(
 /// Outputs of a call on every rank of the plan, and whether averages divide something at its end.
 pub(crate) fn outputs(
     plan: &Plan,
-    case: &Case,
+    case: &RandomCall,
     layout: ChunkLayout,
     inputs: &[Vec<u8>],
     seed: u64,
 ) -> Result<(Vec<Vec<u8>>, bool), Stopped> {
     let in_place = vec![false; plan.world as usize];
-    let Case { dtype, op, .. } = *case;
+    let RandomCall { dtype, op, .. } = *case;
     let inputs = [inputs.to_vec()];
-    let mut calls = Calls { plan, layout, dtype, op, in_place, inputs: &inputs };
+    let mut calls = CallSeries { plan, layout, dtype, op, in_place, inputs: &inputs };
     let mut values = Values::default();
     if op == ReduceOp::Avg {
         calls.op = ReduceOp::Sum;

@@ -1,11 +1,11 @@
 //! Whether something is wrong with a program on any of many random schedules.
 
 use symmpool_allocator::testing::SplitMix64;
-use symmpool_collectives::plan::reference::{Calls, ChunkLayout, Stopped, Values, promised};
+use symmpool_collectives::plan::reference::{CallSeries, ChunkLayout, Stopped, Values, promised};
 use symmpool_collectives::plan::{CheckedPlan, Plan};
 use symmpool_collectives::{DType, ReduceOp};
 
-use crate::random_plans::calls::{Case, differs, inputs};
+use crate::random_plans::calls::{RandomCall, differs, inputs};
 use crate::random_plans::expected;
 use crate::random_plans::schedules::run;
 
@@ -56,15 +56,16 @@ impl Search {
         };
         let op = ReduceOp::Sum;
         let in_place = self.in_place.clone();
-        let case = Case { count: layout.count(), dtype, op, in_place: in_place.clone(), root: 0 };
+        let case =
+            RandomCall { count: layout.count(), dtype, op, in_place: in_place.clone(), root: 0 };
         let data: Vec<_> = (0..2)
             .map(|call| inputs(plan, &case, &layout, seed.rotate_left(call * 7 + 3)))
             .collect();
-        let calls = Calls { plan, layout, dtype, op, in_place, inputs: &data };
+        let calls = CallSeries { plan, layout, dtype, op, in_place, inputs: &data };
         (0..self.schedules).find_map(|nth| self.look(&calls, SplitMix64::at(seed, nth)))
     }
 
-    fn look(&self, calls: &Calls<'_>, seed: u64) -> Option<Wrong> {
+    fn look(&self, calls: &CallSeries<'_>, seed: u64) -> Option<Wrong> {
         let mut conflict = false;
         let found = self.conflicts.then_some(&mut conflict);
         let left = match run(calls, seed, &mut Values::default(), found) {

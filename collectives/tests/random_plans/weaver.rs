@@ -14,7 +14,7 @@ use symmpool_collectives::plan::{Buffer, Instruction, Operation, Span};
 const CHANNELS: u32 = 16;
 
 /// A chunk: of a rank, in a buffer, at an index.
-pub(super) type Cell = (u32, Buffer, u32);
+pub(super) type ChunkCell = (u32, Buffer, u32);
 
 /// A set of operations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -84,7 +84,7 @@ pub(super) struct Weaver {
     rank_of: Vec<u32>,
     /// The number of each rank's entering.
     entered: Vec<usize>,
-    accesses: BTreeMap<Cell, Accesses>,
+    accesses: BTreeMap<ChunkCell, Accesses>,
     /// Accesses of inputs and outputs by other ranks: whose memory, and the number.
     remote: Vec<(u32, usize)>,
     pending: BTreeMap<Channel, VecDeque<Past>>,
@@ -193,10 +193,17 @@ impl Weaver {
     }
 
     /// Writes an operation on data: `memory` says in which memory each chunk lies, which may be one for two of them.
-    pub(super) fn data(&mut self, rank: u32, operation: Operation, memory: impl Fn(Cell) -> Cell) {
+    pub(super) fn data(
+        &mut self,
+        rank: u32,
+        operation: Operation,
+        memory: impl Fn(ChunkCell) -> ChunkCell,
+    ) {
         let cells = |span: &Span| {
             let Span { rank, buffer, index, count } = *span;
-            (index..index + count).map(move |index| (rank, buffer, index)).collect::<Vec<Cell>>()
+            (index..index + count)
+                .map(move |index| (rank, buffer, index))
+                .collect::<Vec<ChunkCell>>()
         };
         let (dst, srcs): (Span, Vec<Span>) = match &operation {
             Operation::Copy { dst, src }
@@ -205,7 +212,7 @@ impl Weaver {
             Operation::Reduce { dst, srcs } => (*dst, srcs.clone()),
             _ => return,
         };
-        let read: Vec<Cell> = srcs.iter().flat_map(cells).collect();
+        let read: Vec<ChunkCell> = srcs.iter().flat_map(cells).collect();
         let written = cells(&dst);
         let mut needed = Vec::new();
         for cell in read.iter().chain(&written) {

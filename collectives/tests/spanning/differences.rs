@@ -6,7 +6,7 @@ use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Driver, Error, Pool, Result};
 use symmpool_collectives::{Communicator, ReduceOp, Request, StandardCollective};
 
-use crate::mesh::Mesh;
+use crate::mesh::OuterConnections;
 use crate::{STREAM, options, over, over_mesh};
 
 /// Layouts with phases inside hosts, in both orders of ranks, and without.
@@ -26,7 +26,7 @@ fn is_usable(comm: &Communicator) {
 /// The errors of a call that some ranks make differently. No message has a length that its receiver does not expect, nobody
 /// waits for a timeout, and all go on behind it.
 fn failing(hosts: &[&str], body: impl Fn(&Communicator) -> Result<()> + Sync) -> Vec<Error> {
-    let (mesh, begin) = (Mesh::default(), Instant::now());
+    let (mesh, begin) = (OuterConnections::default(), Instant::now());
     let errors = over_mesh(hosts, &mesh, |comm| {
         let error = body(comm).unwrap_err();
         is_usable(comm);
@@ -124,7 +124,7 @@ fn calls() -> [MakeCall; 10] {
 fn random_calls_fail_on_all_ranks_or_on_none() {
     let calls = calls();
     for (seed, hosts) in (1_u64..).zip(LAYOUTS) {
-        let mesh = Mesh::default();
+        let mesh = OuterConnections::default();
         let outcomes = over_mesh(hosts, &mesh, |comm| {
             let (rank, world) = (u64::from(comm.rank()), u64::from(comm.world()));
             let mut state = seed;
@@ -289,7 +289,7 @@ fn buffers_that_overlap_and_roots_that_do_not_exist_are_declined_on_all_ranks() 
 
 #[test]
 fn a_small_call_costs_one_message() {
-    let mesh = Mesh::default();
+    let mesh = OuterConnections::default();
     over_mesh(&["a", "b"], &mesh, |comm| {
         for _ in 0..10 {
             reduce(comm, 8).unwrap();
@@ -298,7 +298,7 @@ fn a_small_call_costs_one_message() {
     });
     // Two ranks, each with one for each call.
     assert_eq!(mesh.messages(), 22);
-    let mesh = Mesh::default();
+    let mesh = OuterConnections::default();
     over_mesh(&["a", "b"], &mesh, |comm| {
         for _ in 0..10 {
             reduce(comm, 16 << 10).unwrap();
@@ -310,7 +310,7 @@ fn a_small_call_costs_one_message() {
 
 #[test]
 fn a_communicator_in_the_place_of_another_does_not_find_its_reason() {
-    let (hosts, mesh) = (["a", "b"], [Mesh::default(), Mesh::default()]);
+    let (hosts, mesh) = (["a", "b"], [OuterConnections::default(), OuterConnections::default()]);
     on_ranks(2, |group| {
         let rank = group.rank();
         let group = group.with_timeout(Duration::from_secs(30)).with_host_id(hosts[rank as usize]);
@@ -400,7 +400,7 @@ fn a_connection_that_is_cut_in_any_phase_is_the_error_of_all_ranks() {
 
 fn cut_in_every_transfer(hosts: &[&str], call: MakeCall) {
     for transfers in 0.. {
-        let mesh = Mesh::default();
+        let mesh = OuterConnections::default();
         let outcomes = over_mesh(hosts, &mesh, |comm| {
             // All are there before it is cut.
             comm.barrier(STREAM).unwrap();

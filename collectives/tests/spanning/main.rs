@@ -6,7 +6,7 @@ mod mesh;
 
 use std::time::Duration;
 
-use mesh::Mesh;
+use mesh::OuterConnections;
 use symmpool_allocator::testing::on_ranks;
 use symmpool_allocator::{Driver, Pool, Stream};
 use symmpool_collectives::{
@@ -30,7 +30,7 @@ const LAYOUTS: [&[&str]; 8] = [
 
 /// Runs `body` as every rank of a communicator over hosts; returns their results in rank order.
 fn over<R: Send>(hosts: &[&str], body: impl Fn(&Communicator) -> R + Sync) -> Vec<R> {
-    over_mesh(hosts, &Mesh::default(), body)
+    over_mesh(hosts, &OuterConnections::default(), body)
 }
 
 fn options() -> CommunicatorOptions {
@@ -39,7 +39,7 @@ fn options() -> CommunicatorOptions {
 
 fn over_mesh<R: Send>(
     hosts: &[&str],
-    mesh: &Mesh,
+    mesh: &OuterConnections,
     body: impl Fn(&Communicator) -> R + Sync,
 ) -> Vec<R> {
     on_ranks(hosts.len() as u32, |group| {
@@ -60,27 +60,27 @@ fn inputs(rank: u32, count: usize) -> Vec<i64> {
     (0..count).map(|at| value(rank, at)).collect()
 }
 
-trait Number: Element + PartialEq + std::fmt::Debug {
+trait TestElement: Element + PartialEq + std::fmt::Debug {
     fn of(value: i64) -> Self;
 }
 
-impl Number for i64 {
+impl TestElement for i64 {
     fn of(value: i64) -> Self {
         value
     }
 }
 
-impl Number for f32 {
+impl TestElement for f32 {
     fn of(value: i64) -> Self {
         value as f32
     }
 }
 
-fn numbers<T: Number>(values: impl IntoIterator<Item = i64>) -> Vec<T> {
+fn numbers<T: TestElement>(values: impl IntoIterator<Item = i64>) -> Vec<T> {
     values.into_iter().map(T::of).collect()
 }
 
-fn check_collectives<T: Number>(comm: &Communicator, count: usize) {
+fn check_collectives<T: TestElement>(comm: &Communicator, count: usize) {
     let (pool, me, world) = (comm.pool(), comm.rank(), comm.world());
     let doing = format!("rank {me} of {world}, {count} elements");
     let all = count * world as usize;
@@ -344,7 +344,7 @@ fn a_pool_over_hosts_needs_an_outer_engine() {
             "{error}"
         );
         // That of other ranks is refused as well.
-        let mesh = Mesh::default();
+        let mesh = OuterConnections::default();
         let wrong = mesh.outers(&["a", "a", "b"], pool.rank());
         let error = Communicator::spanning(&pool, &CommunicatorOptions::default(), wrong).map(drop);
         assert!(error.unwrap_err().is_invalid_argument());
@@ -386,7 +386,7 @@ fn the_time_of_calls_is_known_by_phase() {
 #[test]
 fn a_byte_that_leaves_a_host_does_so_once() {
     for hosts in [&["a", "a", "a", "a", "b", "b", "b", "b"][..], &["a", "a", "a", "b"]] {
-        let mesh = Mesh::default();
+        let mesh = OuterConnections::default();
         let count = 1 << 20;
         let before = over_mesh(hosts, &mesh, |comm| {
             let mut data = vec![1.0_f32; count];

@@ -9,7 +9,7 @@ use symmpool_collectives::{Outer, Outers, Ticket, Transfer};
 
 /// The connections of all outer engines of a test: messages from one rank to another of an engine with a name.
 #[derive(Clone, Default)]
-pub(crate) struct Mesh(Arc<(Mutex<State>, Condvar)>);
+pub(crate) struct OuterConnections(Arc<(Mutex<State>, Condvar)>);
 
 #[derive(Default)]
 struct State {
@@ -24,7 +24,7 @@ struct State {
     cut: Option<(u32, u64)>,
 }
 
-impl Mesh {
+impl OuterConnections {
     /// The outer engines of a rank, whose group's ranks are on these hosts.
     pub(crate) fn outers(&self, hosts: &[&str], rank: u32) -> Outers {
         let mut names: Vec<&str> = Vec::new();
@@ -90,7 +90,7 @@ impl Mesh {
 
 /// One rank's side.
 pub(crate) struct ThreadOuter {
-    mesh: Mesh,
+    mesh: OuterConnections,
     name: String,
     /// Rank in the group.
     owner: u32,

@@ -221,7 +221,7 @@ pub unsafe extern "C" fn symmpool_comm_select(
         // SAFETY: the caller promised that `collective` is NULL or a C string.
         let of = unsafe { self::collective(collective) }?;
         let selector = selector.map(|function| {
-            let function = Function { function, data };
+            let function = SelectorFunction { function, data };
             let choose = move |call: &CallShape| function.choose(call);
             Arc::new(choose) as Arc<dyn Selector>
         });
@@ -231,18 +231,18 @@ pub unsafe extern "C" fn symmpool_comm_select(
 }
 
 /// A selector of C.
-struct Function {
+struct SelectorFunction {
     function: unsafe extern "C" fn(*const CallInfo, *mut c_void) -> *const c_char,
     data: *mut c_void,
 }
 
 // SAFETY: the caller of symmpool_comm_select promised that any thread can call the function with this data.
-unsafe impl Send for Function {}
+unsafe impl Send for SelectorFunction {}
 // SAFETY: `&Function` allows calls of the function alone, which any thread may make with this data, as above for
 // `Send`.
-unsafe impl Sync for Function {}
+unsafe impl Sync for SelectorFunction {}
 
-impl Function {
+impl SelectorFunction {
     fn choose(&self, call: &CallShape) -> Result<Option<String>> {
         let info = CallInfo {
             bytes: call.bytes,

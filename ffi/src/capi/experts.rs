@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::{
-    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape,
-    Quantization,
+    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertQuantization,
+    ExpertShape,
 };
 
 use super::comm::{self, dtype, symmpool_comm};
@@ -18,9 +18,9 @@ use crate::guard::{Status, status};
 #[allow(non_camel_case_types)] // the name in C
 pub type symmpool_experts = u64;
 
-type Buffer = ExpertBuffer<Arc<Communicator>>;
+type SharedBuffer = ExpertBuffer<Arc<Communicator>>;
 
-static BUFFERS: Handles<Buffer> = Handles::new("buffer for experts");
+static BUFFERS: Handles<SharedBuffer> = Handles::new("buffer for experts");
 
 /// Shape of a buffer for experts. All but num_sms is the same on every rank.
 #[repr(C)]
@@ -128,9 +128,6 @@ pub enum Quantize {
     Fp8Ue8m0 = 3,
 }
 
-const QUANTIZATIONS: [Quantization; 4] =
-    [Quantization::None, Quantization::Fp8, Quantization::Fp8PowerOfTwo, Quantization::Fp8Ue8m0];
-
 /// Arguments of symmpool_dispatch; those that are not needed are 0 or NULL. All addresses are on the pool's device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -195,7 +192,7 @@ pub struct CombineInfo {
     pub layout: u32,
 }
 
-fn find(experts: symmpool_experts) -> Result<Arc<Buffer>> {
+fn find(experts: symmpool_experts) -> Result<Arc<SharedBuffer>> {
     BUFFERS.get(experts)
 }
 
@@ -239,10 +236,10 @@ fn by_expert(layout: u32) -> Result<bool> {
 
 impl DispatchInfo {
     fn parse(&self) -> Result<DispatchAt> {
-        let quantize = QUANTIZATIONS.get(self.quantize as usize).copied();
+        let quantize = ExpertQuantization::ALL.get(self.quantize as usize).copied();
         let quantize = quantize
             .ok_or_else(|| invalid(format!("quantize: {} is none of those", self.quantize)))?;
-        let scaled = quantize != Quantization::None || self.scale_bytes > 0;
+        let scaled = quantize != ExpertQuantization::None || self.scale_bytes > 0;
         let (output, scales) = (self.output.cast::<u8>(), self.output_scales.cast::<u8>());
         if by_expert(self.layout)? && scaled && scales.is_null() && self.output_rows > 0 {
             return Err(invalid("output_scales is NULL, and rows have scales"));
@@ -303,8 +300,8 @@ impl CombineInfo {
 fn call<A>(
     experts: symmpool_experts,
     stream: *mut c_void,
-    arguments: impl FnOnce(&Buffer) -> Result<A>,
-    run: impl FnOnce(&Buffer, A, &Stream) -> Result<()>,
+    arguments: impl FnOnce(&SharedBuffer) -> Result<A>,
+    run: impl FnOnce(&SharedBuffer, A, &Stream) -> Result<()>,
 ) -> Status {
     status(|| {
         let buffer = find(experts)?;
@@ -341,7 +338,7 @@ pub unsafe extern "C" fn symmpool_experts_bytes(
         if world == 0 {
             return Err(invalid("world: there is one rank or more"));
         }
-        out.put(Buffer::region_bytes(shape, 0, world)?);
+        out.put(SharedBuffer::region_bytes(shape, 0, world)?);
         Ok(())
     })
 }
@@ -368,7 +365,7 @@ pub unsafe extern "C" fn symmpool_experts_create(
         // SAFETY: the caller promised that `experts` is NULL or can be written to.
         let out = unsafe { Out::new(experts, "experts") }?;
         let num_sms = (shape.num_sms > 0).then_some(shape.num_sms);
-        out.put(BUFFERS.insert(Buffer::new(comm, shape.parse()?, num_sms)?));
+        out.put(BUFFERS.insert(SharedBuffer::new(comm, shape.parse()?, num_sms)?));
         Ok(())
     })
 }
@@ -513,7 +510,7 @@ pub unsafe extern "C" fn symmpool_dispatch(
     stream: *mut c_void,
 ) -> Status {
     // SAFETY: the caller promised that `dispatch` is NULL or can be read.
-    let arguments = |_: &Buffer| unsafe { read(dispatch, "dispatch") }?.parse();
+    let arguments = |_: &SharedBuffer| unsafe { read(dispatch, "dispatch") }?.parse();
     call(experts, stream, arguments, |buffer, dispatch, stream| {
         // SAFETY: the caller promised memory of these lengths, and where `known` a handle of this buffer, until the end.
         unsafe { buffer.dispatch_at(handle.cast(), &dispatch, stream) }
@@ -539,7 +536,7 @@ pub unsafe extern "C" fn symmpool_dispatch_exact(
     expert_counts: *mut usize,
     stream: *mut c_void,
 ) -> Status {
-    let arguments = |_: &Buffer| {
+    let arguments = |_: &SharedBuffer| {
         // SAFETY: the caller promised that `dispatch` is NULL or can be read.
         let dispatch = unsafe { read(dispatch, "dispatch") }?.parse()?;
         // SAFETY: the caller promised that `sizes` is NULL or can be written to.
@@ -579,7 +576,7 @@ pub unsafe extern "C" fn symmpool_combine(
 ) -> Status {
     let arguments =
         // SAFETY: the caller promised that `combine` is NULL or can be read.
-        |buffer: &Buffer| unsafe { read(combine, "combine") }?.parse(&buffer.shape());
+        |buffer: &SharedBuffer| unsafe { read(combine, "combine") }?.parse(&buffer.shape());
     call(experts, stream, arguments, |buffer, combine, stream| {
         // SAFETY: the caller promised that a dispatch of this buffer wrote `handle`, and that the input has its rows.
         unsafe { buffer.combine_at(handle.cast(), &combine, stream) }

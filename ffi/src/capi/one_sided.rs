@@ -11,7 +11,7 @@ use crate::guard::{Status, status};
 /// Engine that carries out a one-sided operation on CUDA. In host memory it makes no difference.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub enum Engine {
+pub enum OneSidedEngine {
     /// A kernel, which occupies SMs.
     Kernel = 0,
     /// A copy engine for symmpool_put and symmpool_get, memory operations of the stream for symmpool_signal and

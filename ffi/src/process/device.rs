@@ -45,7 +45,7 @@ pub struct ProcessStats {
 
 /// One device's allocator.
 #[derive(Debug)]
-pub struct Device {
+pub struct DeviceAllocator {
     pool: Pool,
     /// The lane of ordinary memory, then the lanes of graphs.
     lanes: Vec<Lane>,
@@ -67,7 +67,7 @@ pub struct Device {
     any_stuck: AtomicBool,
 }
 
-impl Device {
+impl DeviceAllocator {
     /// The allocator of a driver's memory. `total` is the size of the memory; by default it is that of the device.
     pub fn new(driver: Driver, total: Option<u64>) -> Result<Self> {
         let total = match (total, driver.as_cuda()) {

@@ -90,7 +90,7 @@ unsafe extern "C" fn symmpool_process_base_alloc(
 }
 
 /// Called when a capture begins. The filter, which says whether a stream is part of the capture, is not needed: see
-/// `Device::begin`.
+/// `DeviceAllocator::begin`.
 #[unsafe(no_mangle)]
 extern "C" fn symmpool_process_begin(ordinal: c_int, id: Id, _filter: *const c_void) {
     log_errors("beginning a capture", || device(ordinal)?.begin((id.0, id.1)));

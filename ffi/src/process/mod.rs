@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use symmpool_allocator::{Driver, Error, ProcessId, Result};
 
-pub use device::{Device, MempoolId, ProcessStats};
+pub use device::{DeviceAllocator, MempoolId, ProcessStats};
 
 use crate::named;
 use crate::slots::{self, Slot};
@@ -30,7 +30,7 @@ use crate::slots::{self, Slot};
 /// The number of devices that one process can use.
 const DEVICES: usize = 64;
 
-static TABLE: [OnceLock<Result<Device>>; DEVICES] = [const { OnceLock::new() }; DEVICES];
+static TABLE: [OnceLock<Result<DeviceAllocator>>; DEVICES] = [const { OnceLock::new() }; DEVICES];
 
 /// The process that first made a device's allocator; 0 before.
 static MAKER: AtomicU64 = AtomicU64::new(0);
@@ -41,7 +41,7 @@ thread_local! {
 }
 
 /// The allocator of a device, which is made at its first use.
-fn device(ordinal: i32) -> Result<&'static Device> {
+fn device(ordinal: i32) -> Result<&'static DeviceAllocator> {
     let slot = usize::try_from(ordinal).ok().and_then(|ordinal| TABLE.get(ordinal));
     let slot = slot.ok_or_else(|| {
         Error::invalid_argument(format!("device {ordinal}: 0 to {} are possible", DEVICES - 1))
@@ -53,18 +53,18 @@ fn device(ordinal: i32) -> Result<&'static Device> {
         ProcessId::from_bits(first.err().unwrap_or(here.to_bits()))
             .check("the allocator of devices")?;
     }
-    let made = slot.get_or_init(|| Device::new(Driver::cuda(ordinal as u32)?, None));
+    let made = slot.get_or_init(|| DeviceAllocator::new(Driver::cuda(ordinal as u32)?, None));
     made.as_ref().map_err(Clone::clone)
 }
 
 /// The allocators of all devices that were used.
-fn used() -> impl Iterator<Item = (usize, &'static Device)> {
+fn used() -> impl Iterator<Item = (usize, &'static DeviceAllocator)> {
     let devices = TABLE.iter().enumerate();
     devices.filter_map(|(ordinal, slot)| Some((ordinal, slot.get()?.as_ref().ok()?)))
 }
 
 /// The device whose own memory, not a pool's, contains `address`.
-fn owner(address: u64) -> Option<&'static Device> {
+fn owner(address: u64) -> Option<&'static DeviceAllocator> {
     used().map(|(_, device)| device).find(|device| device.owns(address))
 }
 

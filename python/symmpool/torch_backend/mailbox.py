@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from symmpool._symmpool import Mailbox, Operation
+from symmpool._symmpool import Mailbox, PendingMessage
 from symmpool.collectives import layout
 from symmpool.communicators import forks
 from symmpool.communicators.work import seconds_or_none
@@ -184,7 +184,7 @@ def _end_all() -> None:
 class MessageWork(TorchWork):
     """Work of a message that a mailbox carries."""
 
-    def __init__(self, operation: Operation, tensor: torch.Tensor):
+    def __init__(self, operation: PendingMessage, tensor: torch.Tensor):
         super().__init__(operation)
         self._tensor = tensor
         self._source: int | None = None

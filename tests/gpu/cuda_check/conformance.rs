@@ -4,14 +4,14 @@ use serde_json::{Value, json};
 use symmpool_allocator::Driver;
 use symmpool_allocator::driver::conformance::conformance;
 
-use super::{Kind, Options};
+use super::{CheckOptions, CheckedDriver};
 
 /// Runs the suite that all drivers must pass. It panics, with a message on standard error, at the first rule
 /// that is broken.
-pub(crate) fn run(options: &Options) -> Value {
+pub(crate) fn run(options: &CheckOptions) -> Value {
     let make = || match options.driver {
-        Kind::Cuda => Driver::cuda(0),
-        Kind::Host => Driver::host(),
+        CheckedDriver::Cuda => Driver::cuda(0),
+        CheckedDriver::Host => Driver::host(),
     };
     if let Err(error) = make() {
         return json!({ "ok": false, "error": error.to_string() });

@@ -11,12 +11,12 @@ use symmpool_allocator::Deadline;
 use symmpool_allocator::driver::DeviceIdentity;
 use symmpool_allocator::topology::Topology;
 
-use super::Options;
+use super::CheckOptions;
 use super::rank::{BARRIERS, SEGMENTS};
-use super::wire::{self, Kind, Message};
+use super::wire::{self, MessageKind, WireMessage};
 
 /// Runs the whole exchange and returns its report.
-pub(crate) fn run(options: &Options, device_count: u32, deadline: Deadline) -> Value {
+pub(crate) fn run(options: &CheckOptions, device_count: u32, deadline: Deadline) -> Value {
     println!("{} rank(s) on {device_count} device(s)", options.ranks);
     let mut children = Vec::new();
     let outcome = exchange(options, &mut children, deadline);
@@ -63,7 +63,7 @@ pub(crate) fn run(options: &Options, device_count: u32, deadline: Deadline) -> V
 }
 
 fn exchange(
-    options: &Options,
+    options: &CheckOptions,
     children: &mut Vec<Child>,
     deadline: Deadline,
 ) -> Result<Vec<Value>, String> {
@@ -89,19 +89,19 @@ fn exchange(
     forward_segments(&mut ranks, deadline)?;
     for barrier in 0..BARRIERS {
         for (rank, socket) in ranks.iter_mut().enumerate() {
-            let message = from_rank(socket, rank, Kind::Barrier, deadline)?;
+            let message = from_rank(socket, rank, MessageKind::Barrier, deadline)?;
             if message.index != barrier {
                 return Err(format!("rank {rank} is at barrier {}, not {barrier}", message.index));
             }
         }
         for (rank, socket) in ranks.iter_mut().enumerate() {
-            wire::send(socket, &Message::new(Kind::Barrier, 0, barrier), deadline)
+            wire::send(socket, &WireMessage::new(MessageKind::Barrier, 0, barrier), deadline)
                 .map_err(|error| format!("to rank {rank}: {error}"))?;
         }
     }
     let mut reports = Vec::new();
     for (rank, socket) in ranks.iter_mut().enumerate() {
-        let message = from_rank(socket, rank, Kind::Report, deadline)?;
+        let message = from_rank(socket, rank, MessageKind::Report, deadline)?;
         let report = serde_json::from_slice(&message.payload)
             .map_err(|error| format!("the report of rank {rank}: {error}"))?;
         reports.push(report);
@@ -126,7 +126,7 @@ fn gather(
             Err(error) => return Err(format!("waiting for ranks: {error}")),
         }
         let (mut socket, _) = listener.accept().map_err(|error| error.to_string())?;
-        let hello = wire::expect(&mut socket, Kind::Hello, deadline)?;
+        let hello = wire::expect(&mut socket, MessageKind::Hello, deadline)?;
         match ranks.get_mut(hello.rank as usize) {
             Some(place @ None) => *place = Some(socket),
             _ => return Err(format!("rank {} came twice, or is none of {world}", hello.rank)),
@@ -141,7 +141,7 @@ fn forward_segments(ranks: &mut [UnixStream], deadline: Deadline) -> Result<(), 
     let mut segments = Vec::new();
     for (rank, socket) in ranks.iter_mut().enumerate() {
         for _ in 0..SEGMENTS {
-            segments.push(from_rank(socket, rank, Kind::Segment, deadline)?);
+            segments.push(from_rank(socket, rank, MessageKind::Segment, deadline)?);
         }
     }
     for (rank, socket) in ranks.iter_mut().enumerate() {
@@ -156,9 +156,9 @@ fn forward_segments(ranks: &mut [UnixStream], deadline: Deadline) -> Result<(), 
 fn from_rank(
     socket: &mut UnixStream,
     rank: usize,
-    kind: Kind,
+    kind: MessageKind,
     deadline: Deadline,
-) -> Result<Message, String> {
+) -> Result<WireMessage, String> {
     wire::expect(socket, kind, deadline)
         .map_err(|error| format!("rank {rank}, waiting for its {kind:?}: {error}"))
 }

@@ -40,12 +40,12 @@ enum Mode {
 
 /// Which driver is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum CheckedDriver {
     Cuda,
     Host,
 }
 
-impl Kind {
+impl CheckedDriver {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Cuda => "cuda",
@@ -56,13 +56,13 @@ impl Kind {
 
 /// The command line's options.
 #[derive(Clone, Debug)]
-pub(crate) struct Options {
+pub(crate) struct CheckOptions {
     pub(crate) ranks: u32,
     pub(crate) timeout: Duration,
     pub(crate) segment_mib: u64,
     pub(crate) stride_gib: u64,
     pub(crate) prefer_fabric: bool,
-    pub(crate) driver: Kind,
+    pub(crate) driver: CheckedDriver,
     mode: Mode,
     allow_missing: bool,
     json: Option<String>,
@@ -70,14 +70,14 @@ pub(crate) struct Options {
     child: Option<(u32, String)>,
 }
 
-fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
-    let mut options = Options {
+fn parse(mut args: impl Iterator<Item = String>) -> Result<CheckOptions, String> {
+    let mut options = CheckOptions {
         ranks: 2,
         timeout: Duration::from_secs(60),
         segment_mib: 64,
         stride_gib: 256,
         prefer_fabric: false,
-        driver: Kind::Cuda,
+        driver: CheckedDriver::Cuda,
         mode: Mode::Exchange,
         allow_missing: false,
         json: None,
@@ -103,8 +103,8 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
             "--pool" => options.mode = Mode::Pool,
             "--driver" => {
                 options.driver = match text()?.as_str() {
-                    "cuda" => Kind::Cuda,
-                    "host" => Kind::Host,
+                    "cuda" => CheckedDriver::Cuda,
+                    "host" => CheckedDriver::Host,
                     other => return Err(format!("--driver {other}: cuda or host")),
                 }
             }
@@ -117,7 +117,9 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
             _ => return Err(format!("unknown argument {name}")),
         }
     }
-    if options.driver == Kind::Host && matches!(options.mode, Mode::Exchange | Mode::SelfTest) {
+    if options.driver == CheckedDriver::Host
+        && matches!(options.mode, Mode::Exchange | Mode::SelfTest)
+    {
         return Err("--driver host goes with --pool and --conformance".to_owned());
     }
     Ok(options)
@@ -140,11 +142,11 @@ fn main() -> ExitCode {
         };
     }
     let devices = match options.driver {
-        Kind::Host => Ok(0),
-        Kind::Cuda => CudaDriver::device_count(),
+        CheckedDriver::Host => Ok(0),
+        CheckedDriver::Cuda => CudaDriver::device_count(),
     };
     let count = match devices {
-        Ok(0) if options.driver == Kind::Cuda => {
+        Ok(0) if options.driver == CheckedDriver::Cuda => {
             return missing(&options, "the CUDA driver finds no device");
         }
         Ok(count) => count,
@@ -175,13 +177,13 @@ fn watch(timeout: Duration) {
     });
 }
 
-fn missing(options: &Options, why: &str) -> ExitCode {
+fn missing(options: &CheckOptions, why: &str) -> ExitCode {
     println!("skipped: {why}");
     write_json(options, &json!({ "ok": options.allow_missing, "skipped": why }));
     ExitCode::from(if options.allow_missing { 0 } else { 2 })
 }
 
-fn finish(options: &Options, report: &Value) -> ExitCode {
+fn finish(options: &CheckOptions, report: &Value) -> ExitCode {
     let written = write_json(options, report);
     if let Some(error) = report["error"].as_str() {
         println!("FAILED: {error}");
@@ -191,7 +193,7 @@ fn finish(options: &Options, report: &Value) -> ExitCode {
     ExitCode::from(u8::from(!ok))
 }
 
-fn write_json(options: &Options, report: &Value) -> bool {
+fn write_json(options: &CheckOptions, report: &Value) -> bool {
     let Some(path) = &options.json else { return true };
     match std::fs::write(path, format!("{report:#}\n")) {
         Ok(()) => true,

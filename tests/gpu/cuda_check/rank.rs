@@ -11,8 +11,8 @@ use symmpool_allocator::driver::{
 };
 use symmpool_allocator::{Deadline, HeapLayout};
 
-use super::wire::{self, Kind, Message};
-use super::{Options, text};
+use super::wire::{self, MessageKind, WireMessage};
+use super::{CheckOptions, text};
 
 /// How many segments a rank makes: one of the driver's granularity, and one of the requested size.
 pub(crate) const SEGMENTS: u32 = 2;
@@ -24,7 +24,7 @@ pub(crate) const BARRIERS: u32 = 5;
 const POISON: u32 = 0xdead_beef;
 
 /// Runs rank `rank` and reports to the hub.
-pub(crate) fn run(rank: u32, hub: &str, options: &Options, deadline: Deadline) -> ExitCode {
+pub(crate) fn run(rank: u32, hub: &str, options: &CheckOptions, deadline: Deadline) -> ExitCode {
     let connected = SocketAddr::from_abstract_name(hub)
         .and_then(|address| UnixStream::connect_addr(&address))
         .map_err(|error| format!("connecting to the hub: {error}"));
@@ -35,17 +35,17 @@ pub(crate) fn run(rank: u32, hub: &str, options: &Options, deadline: Deadline) -
             return ExitCode::FAILURE;
         }
     };
-    let outcome = wire::send(&mut socket, &Message::new(Kind::Hello, rank, 0), deadline)
+    let outcome = wire::send(&mut socket, &WireMessage::new(MessageKind::Hello, rank, 0), deadline)
         .and_then(|()| Rank::start(rank, options, &mut socket, deadline))
         .and_then(Rank::exchange);
     let (kind, text, code) = match outcome {
-        Ok(report) => (Kind::Report, report.to_string(), ExitCode::SUCCESS),
-        Err(error) => (Kind::Failed, error, ExitCode::FAILURE),
+        Ok(report) => (MessageKind::Report, report.to_string(), ExitCode::SUCCESS),
+        Err(error) => (MessageKind::Failed, error, ExitCode::FAILURE),
     };
-    if kind == Kind::Failed {
+    if kind == MessageKind::Failed {
         eprintln!("cuda_check: rank {rank}: {text}");
     }
-    match wire::send(&mut socket, &Message::new(kind, rank, 0).with_payload(text), deadline) {
+    match wire::send(&mut socket, &WireMessage::new(kind, rank, 0).with_payload(text), deadline) {
         Ok(()) => code,
         Err(error) => {
             eprintln!("cuda_check: rank {rank}: {error}");
@@ -69,7 +69,7 @@ struct Rank<'a> {
 impl<'a> Rank<'a> {
     fn start(
         rank: u32,
-        options: &Options,
+        options: &CheckOptions,
         socket: &'a mut UnixStream,
         deadline: Deadline,
     ) -> Result<Self, String> {
@@ -139,11 +139,12 @@ impl<'a> Rank<'a> {
     }
 
     /// Sends the handles. The caller keeps the returned messages until all peers have imported them.
-    fn send_handles(&mut self, own: &[Physical]) -> Result<Vec<Message>, String> {
+    fn send_handles(&mut self, own: &[Physical]) -> Result<Vec<WireMessage>, String> {
         let mut sent = Vec::new();
         for (index, physical) in own.iter().enumerate() {
             let exported = timed(&mut self.steps, "export", || self.driver.export(physical))?;
-            let mut message = Message::new(Kind::Segment, self.layout.rank, index as u32);
+            let mut message =
+                WireMessage::new(MessageKind::Segment, self.layout.rank, index as u32);
             message.bytes = physical.bytes();
             match exported {
                 Exported::Fd(fd) => message.fd = Some(fd),
@@ -161,7 +162,7 @@ impl<'a> Rank<'a> {
     fn map_peers(&mut self) -> Result<Vec<Physical>, String> {
         let mut peers = Vec::new();
         for _ in 0..(self.layout.world - 1) * SEGMENTS {
-            let message = wire::expect(self.socket, Kind::Segment, self.deadline)?;
+            let message = wire::expect(self.socket, MessageKind::Segment, self.deadline)?;
             let (peer, index) = (message.rank, message.index);
             let (offset, bytes) = *self
                 .segments
@@ -300,9 +301,9 @@ impl<'a> Rank<'a> {
         let index = self.barriers;
         self.barriers += 1;
         let waiting = |error| format!("at the barrier where {what}: {error}");
-        let here = Message::new(Kind::Barrier, self.layout.rank, index);
+        let here = WireMessage::new(MessageKind::Barrier, self.layout.rank, index);
         wire::send(self.socket, &here, self.deadline).map_err(waiting)?;
-        wire::expect(self.socket, Kind::Barrier, self.deadline).map_err(waiting)?;
+        wire::expect(self.socket, MessageKind::Barrier, self.deadline).map_err(waiting)?;
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use symmpool_allocator::driver::{
 };
 use symmpool_allocator::topology::{Topology, TopologyKind};
 
-use super::{Options, text};
+use super::{CheckOptions, text};
 
 type Outcome = Result<(), String>;
 type Check = fn(&CudaDriver) -> Outcome;
@@ -33,7 +33,7 @@ const CHECKS: [(&str, Check); 13] = [
 ];
 
 /// Runs all checks on device 0 and returns the report.
-pub(crate) fn run(options: &Options) -> Value {
+pub(crate) fn run(options: &CheckOptions) -> Value {
     let with = CudaOptions { prefer_fabric: options.prefer_fabric, ..CudaOptions::default() };
     let driver = match CudaDriver::with_options(0, with) {
         Ok(driver) => driver,

@@ -11,7 +11,7 @@ use symmpool_allocator::testing::{receive_with_descriptors, send_with_descriptor
 
 /// The kind of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum MessageKind {
     /// A rank has connected.
     Hello,
     /// A segment's handle, as a descriptor or as the message's bytes.
@@ -24,7 +24,13 @@ pub(crate) enum Kind {
     Failed,
 }
 
-const KINDS: [Kind; 5] = [Kind::Hello, Kind::Segment, Kind::Barrier, Kind::Report, Kind::Failed];
+const KINDS: [MessageKind; 5] = [
+    MessageKind::Hello,
+    MessageKind::Segment,
+    MessageKind::Barrier,
+    MessageKind::Report,
+    MessageKind::Failed,
+];
 
 /// The longest payload that is accepted.
 const MAX_PAYLOAD: u64 = 1 << 20;
@@ -33,8 +39,8 @@ const HEADER: usize = 32;
 
 /// One message.
 #[derive(Debug)]
-pub(crate) struct Message {
-    pub(crate) kind: Kind,
+pub(crate) struct WireMessage {
+    pub(crate) kind: MessageKind,
     pub(crate) rank: u32,
     /// Index of the segment or of the barrier.
     pub(crate) index: u32,
@@ -44,8 +50,8 @@ pub(crate) struct Message {
     pub(crate) fd: Option<OwnedFd>,
 }
 
-impl Message {
-    pub(crate) fn new(kind: Kind, rank: u32, index: u32) -> Self {
+impl WireMessage {
+    pub(crate) fn new(kind: MessageKind, rank: u32, index: u32) -> Self {
         Self { kind, rank, index, bytes: 0, payload: Vec::new(), fd: None }
     }
 
@@ -58,7 +64,7 @@ impl Message {
 /// Sends a message, with its descriptor attached to the header.
 pub(crate) fn send(
     socket: &mut UnixStream,
-    message: &Message,
+    message: &WireMessage,
     deadline: Deadline,
 ) -> Result<(), String> {
     let text = |error: std::io::Error| format!("sending {:?}: {error}", message.kind);
@@ -79,7 +85,7 @@ pub(crate) fn send(
 }
 
 /// Receives a message, waiting for it until `deadline`.
-pub(crate) fn receive(socket: &mut UnixStream, deadline: Deadline) -> Result<Message, String> {
+pub(crate) fn receive(socket: &mut UnixStream, deadline: Deadline) -> Result<WireMessage, String> {
     let text = |error: std::io::Error| format!("receiving: {error}");
     let mut header = [0u8; HEADER];
     let mut filled = 0;
@@ -107,19 +113,19 @@ pub(crate) fn receive(socket: &mut UnixStream, deadline: Deadline) -> Result<Mes
     let mut payload = vec![0; length as usize];
     socket.set_read_timeout(Some(left(deadline)?)).map_err(text)?;
     socket.read_exact(&mut payload).map_err(text)?;
-    Ok(Message { kind, rank: word(4), index: word(8), bytes: long(16), payload, fd })
+    Ok(WireMessage { kind, rank: word(4), index: word(8), bytes: long(16), payload, fd })
 }
 
 /// Receives a message that must be of `kind`. If the other side reports a failure, that is the error.
 pub(crate) fn expect(
     socket: &mut UnixStream,
-    kind: Kind,
+    kind: MessageKind,
     deadline: Deadline,
-) -> Result<Message, String> {
+) -> Result<WireMessage, String> {
     let message = receive(socket, deadline)?;
     match message.kind {
         found if found == kind => Ok(message),
-        Kind::Failed => Err(String::from_utf8_lossy(&message.payload).into_owned()),
+        MessageKind::Failed => Err(String::from_utf8_lossy(&message.payload).into_owned()),
         found => Err(format!("a {found:?} message in place of {kind:?}")),
     }
 }

@@ -7,7 +7,7 @@ use symmpool_collectives::{
     StandardCollective,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::matrix::bytes;
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
@@ -169,7 +169,7 @@ impl Check<'_> {
         prepare: impl Fn(&Pool, u64) -> Result<Vec<u8>>,
     ) -> Result<()> {
         let (pool, stream) = (self.pool, self.stream);
-        let graph = Graph::capture(pool, stream, || {
+        let graph = CallGraph::capture(pool, stream, || {
             call(&stream)?;
             call(&stream)
         })?;

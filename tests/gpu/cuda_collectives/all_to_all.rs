@@ -32,7 +32,7 @@ const ROWS: [(DType, usize); 6] = [
     (DType::U8, 7),
 ];
 
-struct Exchange<'a> {
+struct ExchangeChecks<'a> {
     pool: &'a Pool,
     comm: Communicator,
     stream: Stream,
@@ -51,7 +51,7 @@ struct Exchange<'a> {
 
 /// Runs the checks. Returns how many cases there were, and how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
-    let mut exchange = Exchange::new(pool, options)?;
+    let mut exchange = ExchangeChecks::new(pool, options)?;
     for all_to_all in AllToAllAlgorithm::ALL {
         // Little scratch, so that calls take several rounds.
         let matrices = options.few(MATRICES, 12);
@@ -98,7 +98,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 
 /// Checks matrices in which some parts are too long for inboxes and others are not.
 pub(crate) fn mixed(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
-    let mut exchange = Exchange::new(pool, options)?;
+    let mut exchange = ExchangeChecks::new(pool, options)?;
     let world = pool.world();
     // Up to 24 MiB that a rank sends go through inboxes, if all peers get as much.
     let long = (24 << 20) / (world as usize - 1).max(1);
@@ -117,7 +117,7 @@ pub(crate) fn mixed(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((exchange.cases, exchange.wrong))
 }
 
-impl<'a> Exchange<'a> {
+impl<'a> ExchangeChecks<'a> {
     fn new(pool: &'a Pool, options: &'a Options) -> Result<Self> {
         let ordinary = pool.lane(ORDINARY)?;
         let room = MAX_BYTES + 2 * AROUND;

@@ -15,7 +15,7 @@ use symmpool_collectives::{
 };
 
 use crate::Options;
-use crate::cuda::{Clock, Graph, download, driver, stream, upload};
+use crate::cuda::{CallGraph, StreamTimer, download, driver, stream, upload};
 use crate::oracle::{differs, input, reduce};
 
 /// The name of all-to-alls with the automatic choice of an algorithm. Others have the algorithm in their name, such
@@ -38,13 +38,13 @@ pub(crate) const LONG_GRAPHS: &[u64] = &[100];
 const ROUNDS: usize = 3;
 
 /// Microseconds of each algorithm, by bytes.
-pub(crate) type Times = BTreeMap<u64, Vec<(String, f64)>>;
+pub(crate) type AlgorithmTimes = BTreeMap<u64, Vec<(String, f64)>>;
 
 /// Times all-reduces and other calls.
 pub(crate) struct Bench<'a> {
     pub(crate) pool: &'a Pool,
     stream: Stream,
-    clock: Clock,
+    clock: StreamTimer,
     /// The numbers of calls in a graph that are tried.
     graphs: &'static [u64],
     /// The number of calls in the fastest graph, by bytes and by name.
@@ -57,7 +57,7 @@ pub(crate) struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     pub(crate) fn new(pool: &'a Pool, graphs: &'static [u64]) -> Result<Self> {
-        let (stream, clock) = (stream(pool)?, Clock::new(pool, REPLAYS)?);
+        let (stream, clock) = (stream(pool)?, StreamTimer::new(pool, REPLAYS)?);
         Ok(Self { pool, stream, clock, graphs, calls: BTreeMap::new(), number: 0, right: true })
     }
 
@@ -69,7 +69,7 @@ impl<'a> Bench<'a> {
         (from, to): (&Block<u8>, &Block<u8>),
         dtype: DType,
         algorithms: &[AllReduceAlgorithm],
-    ) -> Result<Times> {
+    ) -> Result<AlgorithmTimes> {
         let pool = self.pool;
         let (most, sizes) = (options.largest(), options.sizes());
         let in_place = from.address() == to.address();
@@ -87,7 +87,7 @@ impl<'a> Bench<'a> {
         };
         fill(most)?;
         let wanted = reduce(&all, dtype, ReduceOp::Sum);
-        let mut times = Times::new();
+        let mut times = AlgorithmTimes::new();
         for &algorithm in algorithms {
             let mut communicator = CommunicatorOptions { algorithm, ..options.communicator() };
             let copied = algorithm.checked().is_some_and(|checked| checked.cases.by_copies);
@@ -134,7 +134,7 @@ impl<'a> Bench<'a> {
         &mut self,
         options: &Options,
         (from, to): (&Block<u8>, &Block<u8>),
-        times: &mut Times,
+        times: &mut AlgorithmTimes,
     ) -> Result<()> {
         let world = self.pool.world();
         for algorithm in AllToAllAlgorithm::ALL {
@@ -169,7 +169,7 @@ impl<'a> Bench<'a> {
         &mut self,
         options: &Options,
         (from, to): (&Block<u8>, &Block<u8>),
-        times: &mut Times,
+        times: &mut AlgorithmTimes,
     ) -> Result<()> {
         let rank = self.pool.rank();
         for (name, answers) in [(P2P, false), (P2P_ROUND_TRIP, true)] {
@@ -219,7 +219,7 @@ impl<'a> Bench<'a> {
         let mut graphs = Vec::new();
         for calls in lengths {
             let captured =
-                Graph::capture(pool, stream, || (0..calls).try_for_each(|_| call(&stream)));
+                CallGraph::capture(pool, stream, || (0..calls).try_for_each(|_| call(&stream)));
             match captured {
                 Ok(graph) => graphs.push((graph, calls)),
                 Err(error) if error.is_unsupported() => return Ok(None),
@@ -244,7 +244,13 @@ impl<'a> Bench<'a> {
 
     /// Microseconds of a call in a graph of `calls`, on the slowest rank, by replays with `most` calls between
     /// two events.
-    fn replay(&mut self, comm: &Communicator, graph: &Graph, calls: u64, most: u64) -> Result<f64> {
+    fn replay(
+        &mut self,
+        comm: &Communicator,
+        graph: &CallGraph,
+        calls: u64,
+        most: u64,
+    ) -> Result<f64> {
         let (pool, stream, launches) = (self.pool, self.stream, most / calls);
         self.meet()?;
         let work = || (0..launches).try_for_each(|_| graph.launch(pool, stream));
@@ -354,7 +360,7 @@ fn eager(pool: &Pool, stream: Stream, (to, from): (u64, u64)) -> Result<f64> {
 }
 
 /// Prints the times of every size, the fastest first.
-pub(crate) fn show(rows: &Times, world: u32) {
+pub(crate) fn show(rows: &AlgorithmTimes, world: u32) {
     for (bytes, row) in rows {
         let mut row = row.clone();
         row.sort_by(|a, b| a.1.total_cmp(&b.1));

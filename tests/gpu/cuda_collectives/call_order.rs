@@ -10,7 +10,7 @@ use symmpool_collectives::{
     Communicator, CommunicatorOptions, DType, MatmulKind, MatmulShape, ReduceOp,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::{input, random};
 use crate::tally::Tally;
 use crate::tools::Tools;
@@ -22,7 +22,7 @@ const PAUSE: Duration = Duration::from_millis(60);
 /// The channel of signals by memory operations.
 const CHANNEL: u32 = 3;
 
-struct Order<'a> {
+struct OrderChecks<'a> {
     pool: &'a Pool,
     options: &'a Options,
     tools: Tools<'a>,
@@ -40,7 +40,7 @@ struct Order<'a> {
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (rank, world) = (pool.rank(), pool.world());
     let ordinary = pool.lane(ORDINARY)?;
-    let mut order = Order {
+    let mut order = OrderChecks {
         pool,
         options,
         tools: Tools::new(pool)?,
@@ -67,7 +67,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok(order.tally.counts())
 }
 
-impl Order<'_> {
+impl OrderChecks<'_> {
     /// A communicator beside which others may have calls under way, so that the next call waits for the last one's kernel
     /// alone.
     fn communicator(&self) -> Result<Communicator> {
@@ -122,7 +122,7 @@ impl Order<'_> {
             driver.release_event(event);
             waited
         };
-        let graph = Graph::capture(self.pool, one, || {
+        let graph = CallGraph::capture(self.pool, one, || {
             fork(one, two)?;
             work()?;
             fork(two, one)

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::{MAX_LATE, Options, expect_error};
 
 const COUNT: usize = 10_000;
@@ -25,7 +25,7 @@ enum Then {
     Drops,
 }
 
-struct Captures<'a> {
+struct CaptureChecks<'a> {
     pool: &'a Pool,
     options: CommunicatorOptions,
     block: Block<f32>,
@@ -39,7 +39,7 @@ struct Captures<'a> {
 /// Runs the checks. Returns how many of them were wrong.
 pub(crate) fn run(pool: &Pool, options: &Options, timeout: Duration) -> Result<u32> {
     let options = CommunicatorOptions { timeout, ..options.communicator() };
-    let mut captures = Captures {
+    let mut captures = CaptureChecks {
         pool,
         options,
         block: pool.alloc(2 * COUNT)?,
@@ -68,7 +68,7 @@ pub(crate) fn run(pool: &Pool, options: &Options, timeout: Duration) -> Result<u
     Ok(captures.wrong)
 }
 
-impl Captures<'_> {
+impl CaptureChecks<'_> {
     fn expect(&mut self, what: &str, right: bool) {
         if !right {
             self.wrong += 1;
@@ -125,7 +125,7 @@ impl Captures<'_> {
         let odd = self.pool.world() - 1;
         let began = Instant::now();
         let ended = if self.pool.rank() == odd {
-            let graph = Graph::capture(self.pool, captured, || {
+            let graph = CallGraph::capture(self.pool, captured, || {
                 let error = self.refused(&comm)?;
                 self.expect_refusal(&error)?;
                 // Whoever goes on gets errors, or a graph that does not become one.
@@ -144,7 +144,7 @@ impl Captures<'_> {
             }
             .and_then(|()| self.settle(&comm))
         } else {
-            let graph = Graph::capture(self.pool, captured, || {
+            let graph = CallGraph::capture(self.pool, captured, || {
                 self.call(&comm, captured)?;
                 self.call(&comm, captured)
             })?;
@@ -196,7 +196,7 @@ impl Captures<'_> {
             return Ok(());
         }
         let mut early = None;
-        let graph = Graph::capture(self.pool, captured, || {
+        let graph = CallGraph::capture(self.pool, captured, || {
             early = self.call(comm, captured).err();
             Ok(())
         });
@@ -210,7 +210,7 @@ impl Captures<'_> {
     fn capture_anew(&self, comm: &Communicator, last: Option<usize>) -> Result<()> {
         self.may_capture(comm, last)?;
         let graph =
-            Graph::capture(self.pool, self.streams[0], || self.call(comm, self.streams[0]))?;
+            CallGraph::capture(self.pool, self.streams[0], || self.call(comm, self.streams[0]))?;
         graph.launch(self.pool, self.streams[0])?;
         let ended = comm.synchronize(&self.streams[0]);
         graph.destroy(self.pool)?;
@@ -222,13 +222,13 @@ impl Captures<'_> {
         let name = format!("a call that all refuse in a capture, last call on {last:?}, {anew}");
         let (comm, captured) = (self.begin(last)?, self.streams[0]);
         let world = self.pool.world() as f32;
-        let graph = Graph::capture(self.pool, captured, || self.refused(&comm).map(drop));
+        let graph = CallGraph::capture(self.pool, captured, || self.refused(&comm).map(drop));
         self.expect(&format!("{name}: a graph without the call"), graph.is_err());
         let mut number = 1.0;
         let graph = match anew {
             true => {
                 self.may_capture(&comm, last)?;
-                Some(Graph::capture(self.pool, captured, || self.call(&comm, captured))?)
+                Some(CallGraph::capture(self.pool, captured, || self.call(&comm, captured))?)
             }
             false => None,
         };
@@ -269,7 +269,7 @@ impl Captures<'_> {
 
     fn message_by_graph(&self, comm: &Communicator, sends: bool) -> Result<()> {
         let captured = self.streams[0];
-        let graph = Graph::capture(self.pool, captured, || self.message(comm, sends, false))?;
+        let graph = CallGraph::capture(self.pool, captured, || self.message(comm, sends, false))?;
         graph.launch(self.pool, captured)?;
         let ended = comm.synchronize(&captured);
         graph.destroy(self.pool)?;
@@ -279,7 +279,7 @@ impl Captures<'_> {
     /// Refuses this rank's end of a message in a capture, which is to end in an error.
     fn refuse_message(&mut self, name: &str, comm: &Communicator, sends: bool) {
         let mut refused = None;
-        let graph = Graph::capture(self.pool, self.streams[0], || {
+        let graph = CallGraph::capture(self.pool, self.streams[0], || {
             refused = self.message(comm, sends, true).err();
             Ok(())
         });

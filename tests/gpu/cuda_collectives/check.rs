@@ -5,7 +5,7 @@ use symmpool_collectives::{
     AllReduceAlgorithm, Communicator, CommunicatorOptions, DType, ReduceOp, take_sms,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{
     ORDINARY, Options, all_gather_broadcast, all_to_all, call_order, epochs, equal_parts, experts,
@@ -44,10 +44,10 @@ enum When {
 }
 
 /// A part of the check: how many cases there were, and how many of them wrong.
-type Part = fn(&Pool, &Options) -> Result<(u64, u64)>;
+type CheckedPart = fn(&Pool, &Options) -> Result<(u64, u64)>;
 
 /// Everything besides all-reduces by single algorithms, in the order in which it runs.
-const PARTS: [(&str, When, Part); 30] = [
+const PARTS: [(&str, When, CheckedPart); 30] = [
     ("growth", When::Always, growth::run),
     ("all_to_all", When::Always, equal_parts::run),
     ("all_to_all", When::Always, all_to_all::run),
@@ -227,7 +227,7 @@ impl Check<'_> {
                 }
             }
             let case = Case { dtype, op, count, in_place: false, from: 0, to: 0 };
-            let graph = Graph::capture(self.pool, self.stream, || self.call(memory, case))?;
+            let graph = CallGraph::capture(self.pool, self.stream, || self.call(memory, case))?;
             for nth in 0..2 {
                 self.all_reduce_by(memory, case, random(seed, nth), |check| {
                     graph.launch(check.pool, check.stream)
@@ -416,10 +416,10 @@ impl Check<'_> {
         };
         // The communicator has made no call yet: its first call is captured.
         let comm = Communicator::with_options(self.pool, &self.options.communicator())?;
-        let graphs: Vec<Graph> = counts
+        let graphs: Vec<CallGraph> = counts
             .iter()
             .map(|count| {
-                Graph::capture(self.pool, self.stream, || {
+                CallGraph::capture(self.pool, self.stream, || {
                     call(&comm, *count, &self.stream)?;
                     call(&comm, *count / 2, &self.stream)
                 })

@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Pool, Result, Stream};
 
-pub(crate) type Handle = usize;
+pub(crate) type ObjectHandle = usize;
 
 macro_rules! call {
     ($symbol:literal($($argument:expr => $type:ty),*)) => {{
@@ -30,10 +30,10 @@ pub(crate) fn driver(pool: &Pool) -> &CudaDriver {
 
 /// A stream that does not wait for the default stream.
 pub(crate) fn stream(pool: &Pool) -> Result<Stream> {
-    let mut handle: Handle = 0;
+    let mut handle: ObjectHandle = 0;
     let non_blocking: c_uint = 1;
     driver(pool).with_context(
-        || call!("cuStreamCreate"(&raw mut handle => *mut Handle, non_blocking => c_uint)),
+        || call!("cuStreamCreate"(&raw mut handle => *mut ObjectHandle, non_blocking => c_uint)),
     )?;
     // SAFETY: the stream was just made; `destroy` is called when nothing uses it any more.
     Ok(unsafe { Stream::from_raw(handle as u64) })
@@ -41,13 +41,14 @@ pub(crate) fn stream(pool: &Pool) -> Result<Stream> {
 
 /// Destroys a stream that nothing uses any more. Work on it still runs to its end.
 pub(crate) fn destroy(pool: &Pool, stream: Stream) -> Result<()> {
-    driver(pool).with_context(|| call!("cuStreamDestroy_v2"(stream.raw() as Handle => Handle)))
+    driver(pool)
+        .with_context(|| call!("cuStreamDestroy_v2"(stream.raw() as ObjectHandle => ObjectHandle)))
 }
 
 /// The work that a closure puts on a stream, as a graph.
-pub(crate) struct Graph(Handle);
+pub(crate) struct CallGraph(ObjectHandle);
 
-impl Graph {
+impl CallGraph {
     pub(crate) fn capture(
         pool: &Pool,
         stream: Stream,
@@ -73,49 +74,49 @@ impl Graph {
         mode: c_int,
         work: impl FnOnce() -> Result<()>,
     ) -> Result<Self> {
-        let (mut graph, mut ready): (Handle, Handle) = (0, 0);
+        let (mut graph, mut ready): (ObjectHandle, ObjectHandle) = (0, 0);
         let flags = 0u64;
         driver(pool).with_context(
-            || call!("cuStreamBeginCapture_v2"(stream.raw() as Handle => Handle, mode => c_int)),
+            || call!("cuStreamBeginCapture_v2"(stream.raw() as ObjectHandle => ObjectHandle, mode => c_int)),
         )?;
         let worked = work();
         let ended = driver(pool).with_context(|| {
             call!("cuStreamEndCapture"(
-                stream.raw() as Handle => Handle, &raw mut graph => *mut Handle))
+                stream.raw() as ObjectHandle => ObjectHandle, &raw mut graph => *mut ObjectHandle))
         });
         // A call that fails ends the capture in an error that says less.
         worked?;
         ended?;
         driver(pool).with_context(|| {
             call!("cuGraphInstantiateWithFlags"(
-                &raw mut ready => *mut Handle, graph => Handle, flags => u64))?;
-            call!("cuGraphDestroy"(graph => Handle))
+                &raw mut ready => *mut ObjectHandle, graph => ObjectHandle, flags => u64))?;
+            call!("cuGraphDestroy"(graph => ObjectHandle))
         })?;
         Ok(Self(ready))
     }
 
     pub(crate) fn launch(&self, pool: &Pool, stream: Stream) -> Result<()> {
         driver(pool).with_context(
-            || call!("cuGraphLaunch"(self.0 => Handle, stream.raw() as Handle => Handle)),
+            || call!("cuGraphLaunch"(self.0 => ObjectHandle, stream.raw() as ObjectHandle => ObjectHandle)),
         )
     }
 
     pub(crate) fn destroy(self, pool: &Pool) -> Result<()> {
-        driver(pool).with_context(|| call!("cuGraphExecDestroy"(self.0 => Handle)))
+        driver(pool).with_context(|| call!("cuGraphExecDestroy"(self.0 => ObjectHandle)))
     }
 }
 
 /// Events for timing work on a stream.
-pub(crate) struct Clock(Vec<Handle>);
+pub(crate) struct StreamTimer(Vec<ObjectHandle>);
 
-impl Clock {
+impl StreamTimer {
     /// For up to so many laps.
     pub(crate) fn new(pool: &Pool, laps: usize) -> Result<Self> {
         let mut events = vec![0; laps + 1];
         driver(pool).with_context(|| {
-            events
-                .iter_mut()
-                .try_for_each(|event| call!("cuEventCreate"(event => *mut Handle, 0 => c_uint)))
+            events.iter_mut().try_for_each(
+                |event| call!("cuEventCreate"(event => *mut ObjectHandle, 0 => c_uint)),
+            )
         })?;
         Ok(Self(events))
     }
@@ -138,9 +139,10 @@ impl Clock {
         count: usize,
         mut work: impl FnMut() -> Result<()>,
     ) -> Result<Vec<f64>> {
-        let (raw, events) = (stream.raw() as Handle, &self.0[..=count]);
-        let record = |event: Handle| {
-            driver(pool).with_context(|| call!("cuEventRecord"(event => Handle, raw => Handle)))
+        let (raw, events) = (stream.raw() as ObjectHandle, &self.0[..=count]);
+        let record = |event: ObjectHandle| {
+            driver(pool)
+                .with_context(|| call!("cuEventRecord"(event => ObjectHandle, raw => ObjectHandle)))
         };
         record(events[0])?;
         for &event in &events[1..] {
@@ -148,11 +150,11 @@ impl Clock {
             record(event)?;
         }
         driver(pool).with_context(|| {
-            call!("cuEventSynchronize"(events[count] => Handle))?;
+            call!("cuEventSynchronize"(events[count] => ObjectHandle))?;
             let spans = events.windows(2).map(|pair| {
                 let (mut milliseconds, start, end) = (0_f32, pair[0], pair[1]);
                 call!("cuEventElapsedTime"(
-                    &raw mut milliseconds => *mut f32, start => Handle, end => Handle))?;
+                    &raw mut milliseconds => *mut f32, start => ObjectHandle, end => ObjectHandle))?;
                 Ok(f64::from(milliseconds) * 1000.0)
             });
             spans.collect()

@@ -7,8 +7,8 @@ use symmpool_allocator::{Error, Pool, Result};
 use symmpool_collectives::{Communicator, CommunicatorOptions};
 
 use crate::Options;
-use crate::cuda::{Graph, stream};
-use crate::every_kind::{EveryKind, Kind};
+use crate::cuda::{CallGraph, stream};
+use crate::every_kind::{CallKind, EveryKind};
 use crate::tally::Tally;
 
 /// How many calls are made around each of the numbers.
@@ -59,14 +59,14 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 /// Replays of two graphs in turn, with an eager call now and then. The first one's is the communicator's first call.
 fn around(
     pool: &Pool,
-    kind: &Kind<'_>,
+    kind: &CallKind<'_>,
     (comm, first): (&Communicator, u32),
     wanted: &[u8],
     tally: &mut Tally,
 ) -> Result<()> {
     let stream = stream(pool)?;
-    let one = Graph::capture(pool, stream, || kind.call(comm, &stream))?;
-    let two = Graph::capture(pool, stream, || {
+    let one = CallGraph::capture(pool, stream, || kind.call(comm, &stream))?;
+    let two = CallGraph::capture(pool, stream, || {
         kind.call(comm, &stream)?;
         kind.call(comm, &stream)
     })?;

@@ -4,7 +4,7 @@
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{AllToAllAlgorithm, Communicator, CommunicatorOptions, DType};
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::matrix::bytes;
 use crate::oracle::random;
 use crate::{ORDINARY, Options, expect_error};
@@ -17,7 +17,7 @@ const COUNTS: [usize; 7] = [0, 1, 7, 1000, 65_539, 300_000, 1 << 20];
 const QUICK: [usize; 2] = [1000, 300_000];
 const DTYPES: [DType; 3] = [DType::U8, DType::Bf16, DType::I64];
 
-struct Parts<'a> {
+struct EqualPartsChecks<'a> {
     pool: &'a Pool,
     stream: Stream,
     seed: u64,
@@ -33,7 +33,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let pair = || Ok([ordinary.alloc::<u8>(room)?, pool.alloc::<u8>(room)?]);
     let (inputs, outputs): ([Block<u8>; 2], [Block<u8>; 2]) = (pair()?, pair()?);
     pool.commit()?;
-    let mut parts = Parts { pool, stream: stream(pool)?, seed: options.seed, wrong: 0, cases: 0 };
+    let mut parts =
+        EqualPartsChecks { pool, stream: stream(pool)?, seed: options.seed, wrong: 0, cases: 0 };
     for all_to_all in AllToAllAlgorithm::ALL {
         let communicator = CommunicatorOptions { all_to_all, ..options.communicator() };
         let comm = Communicator::with_options(pool, &communicator)?;
@@ -65,7 +66,7 @@ fn options_seed(algorithm: AllToAllAlgorithm) -> u64 {
     0x51 ^ ((algorithm as u64) << 32)
 }
 
-impl Parts<'_> {
+impl EqualPartsChecks<'_> {
     /// Checks one size, eagerly and then in a graph of two calls, with other data each time.
     fn case(
         &mut self,
@@ -83,7 +84,7 @@ impl Parts<'_> {
             // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
             unsafe { comm.all_to_all_at(to as *mut u8, from as *const u8, count, dtype, &stream) }
         };
-        let graph = Graph::capture(pool, stream, || {
+        let graph = CallGraph::capture(pool, stream, || {
             call()?;
             call()
         })?;

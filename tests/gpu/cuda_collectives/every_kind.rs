@@ -3,9 +3,9 @@
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     Algorithm, AllReduceAlgorithm, CombineAt, Communicator, CommunicatorOptions, DType, DispatchAt,
-    ExpertBuffer, ExpertLayout, ExpertShape, FusedAlgorithm, NormBuffers, NormOutput, NormShape,
-    Quantization, ReduceOp, Request, SplitRows, SplitsAt, StandardCollective, checked_exchanges,
-    checked_reduce_scatters,
+    ExpertBuffer, ExpertLayout, ExpertQuantization, ExpertShape, FusedAlgorithm, NormBuffers,
+    NormOutput, NormShape, ReduceOp, Request, SplitRows, SplitsAt, StandardCollective,
+    checked_exchanges, checked_reduce_scatters,
 };
 
 use crate::cuda::{download, upload};
@@ -20,7 +20,7 @@ const POISON: u8 = 0xa5;
 type Make<'a> = Box<dyn Fn(&Communicator, &Stream) -> Result<()> + 'a>;
 
 /// A kind of call.
-pub(crate) struct Kind<'a> {
+pub(crate) struct CallKind<'a> {
     pub(crate) name: String,
     /// The options of its communicators.
     pub(crate) options: CommunicatorOptions,
@@ -31,7 +31,7 @@ pub(crate) struct Kind<'a> {
     zeros: (u64, usize),
 }
 
-impl Kind<'_> {
+impl CallKind<'_> {
     /// Makes the call.
     pub(crate) fn call(&self, comm: &Communicator, stream: &Stream) -> Result<()> {
         (self.make)(comm, stream)
@@ -108,7 +108,7 @@ impl<'a> EveryKind<'a> {
     }
 
     /// Every kind, with so much data that calls go in several pieces, or with less. All ranks make them in the same order.
-    pub(crate) fn all(&self, in_pieces: bool) -> Result<Vec<Kind<'_>>> {
+    pub(crate) fn all(&self, in_pieces: bool) -> Result<Vec<CallKind<'_>>> {
         let some = |count: usize| if in_pieces { count } else { count / 16 };
         // Little room, so that large calls go in several pieces.
         let little = CommunicatorOptions {
@@ -170,7 +170,7 @@ impl<'a> EveryKind<'a> {
                     let make = std::rc::Rc::clone(&make);
                     let make =
                         Box::new(move |comm: &Communicator, stream: &Stream| make(comm, stream));
-                    all.push(Kind { name, options, make, output, zeros });
+                    all.push(CallKind { name, options, make, output, zeros });
                 }
             }
         }
@@ -183,7 +183,7 @@ impl<'a> EveryKind<'a> {
         [from, to]: &'b [Block<u8>; 2],
         count: usize,
         options: CommunicatorOptions,
-    ) -> Kind<'b> {
+    ) -> CallKind<'b> {
         let by = algorithm.unwrap_or(options.algorithm.name());
         let beside = if options.beside_compute { ", beside compute" } else { "" };
         let memory =
@@ -213,10 +213,16 @@ impl<'a> EveryKind<'a> {
         };
         // The root's data stays as it is: all zeros.
         let written = if is_root { 0 } else { 2 * count * parts };
-        Kind { name, options, make: Box::new(make), output: (output, written), zeros: (output, 0) }
+        CallKind {
+            name,
+            options,
+            make: Box::new(make),
+            output: (output, written),
+            zeros: (output, 0),
+        }
     }
 
-    fn splits(&self, options: &CommunicatorOptions) -> Kind<'_> {
+    fn splits(&self, options: &CommunicatorOptions) -> CallKind<'_> {
         let (world, null) = (self.pool.world() as usize, std::ptr::null_mut());
         let [from, to] = &self.windows;
         let length = 1000 * world;
@@ -230,11 +236,17 @@ impl<'a> EveryKind<'a> {
             }
         };
         let (name, output) = ("all_to_all_v of splits".to_owned(), (to.address(), 128 * length));
-        Kind { name, options: options.clone(), make: Box::new(make), output, zeros: (output.0, 0) }
+        CallKind {
+            name,
+            options: options.clone(),
+            make: Box::new(make),
+            output,
+            zeros: (output.0, 0),
+        }
     }
 
     /// All-reduces of rows that go in several launches.
-    fn norm(&self, options: &CommunicatorOptions, tokens: usize) -> Kind<'_> {
+    fn norm(&self, options: &CommunicatorOptions, tokens: usize) -> CallKind<'_> {
         let shape = NormShape {
             tokens,
             hidden: 4096,
@@ -265,21 +277,33 @@ impl<'a> EveryKind<'a> {
         };
         let output = (to.address(), 2 * tokens * 4096);
         let name = "all_reduce_norm".to_owned();
-        Kind { name, options: options.clone(), make: Box::new(make), output, zeros: (output.0, 0) }
+        CallKind {
+            name,
+            options: options.clone(),
+            make: Box::new(make),
+            output,
+            zeros: (output.0, 0),
+        }
     }
 
-    fn barrier(&self, options: &CommunicatorOptions) -> Kind<'_> {
+    fn barrier(&self, options: &CommunicatorOptions) -> CallKind<'_> {
         let make = move |comm: &Communicator, stream: &Stream| {
             comm.barrier(stream)?;
             // SAFETY: there is a number for each rank, and nothing else uses them.
             unsafe { comm.measured_barrier_at(self.waits.as_ptr(), stream) }
         };
         let (name, output) = ("barriers".to_owned(), (self.waits.address(), 0));
-        Kind { name, options: options.clone(), make: Box::new(make), output, zeros: (output.0, 0) }
+        CallKind {
+            name,
+            options: options.clone(),
+            make: Box::new(make),
+            output,
+            zeros: (output.0, 0),
+        }
     }
 
     /// A dispatch, and a combine of what it gave.
-    fn experts(&self, options: &CommunicatorOptions) -> Kind<'_> {
+    fn experts(&self, options: &CommunicatorOptions) -> CallKind<'_> {
         let [from, to] = &self.windows;
         let make = move |comm: &Communicator, stream: &Stream| {
             // SAFETY: the block is as long as the region of the shape, and of the pool of all communicators here.
@@ -295,7 +319,7 @@ impl<'a> EveryKind<'a> {
                 ids: self.ids.as_ptr().cast_const().cast(),
                 ids_dtype: DType::I32,
                 weights: std::ptr::null(),
-                quantize: Quantization::None,
+                quantize: ExpertQuantization::None,
                 layout: ExpertLayout::ByRank,
                 known: false,
                 more: 0,
@@ -319,11 +343,17 @@ impl<'a> EveryKind<'a> {
         };
         let output = (to.address(), 2 * self.shape.hidden * self.ids.len() / 2);
         let name = "experts".to_owned();
-        Kind { name, options: options.clone(), make: Box::new(make), output, zeros: (output.0, 0) }
+        CallKind {
+            name,
+            options: options.clone(),
+            make: Box::new(make),
+            output,
+            zeros: (output.0, 0),
+        }
     }
 
     /// Collectives that programs bring along: plans, one of which goes in several launches, and a kernel.
-    fn programs(&self, options: &CommunicatorOptions, long: usize) -> Vec<Kind<'_>> {
+    fn programs(&self, options: &CommunicatorOptions, long: usize) -> Vec<CallKind<'_>> {
         let [from, to] = &self.windows;
         let plans = plans::all(self.pool.world()).into_iter();
         let plans = plans
@@ -340,7 +370,7 @@ impl<'a> EveryKind<'a> {
                 unsafe { comm.call(&Request::at(&algorithm, to, from, count, dtype), stream) }
             };
             let output = (to.address(), 2 * count);
-            Kind {
+            CallKind {
                 name,
                 options: options.clone(),
                 make: Box::new(make),

@@ -10,10 +10,10 @@ pub(crate) mod time;
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
     CombineAt, Communicator, CommunicatorOptions, DType, DispatchAt, ExpertBuffer, ExpertLayout,
-    ExpertShape, Quantization, ReceivedSizes,
+    ExpertQuantization, ExpertShape, ReceivedSizes,
 };
 
-use self::model::{Routing, channel, encode, tokens_of};
+use self::model::{TokenRouting, channel, encode, tokens_of};
 use crate::cuda::{download, stream, upload};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
@@ -30,7 +30,7 @@ const SHAPES: [(usize, u32, u32, usize); 6] = [
     (16, 64, 8, 300),
 ];
 
-type Buffer<'a> = ExpertBuffer<&'a Communicator>;
+type BorrowedBuffer<'a> = ExpertBuffer<&'a Communicator>;
 
 struct Check<'a> {
     pool: &'a Pool,
@@ -151,7 +151,7 @@ impl Check<'_> {
     }
 
     /// Puts a rank's tokens, ids and weights into memory.
-    fn put(&self, routing: &Routing, shape: &ExpertShape, seed: u64) -> Result<DispatchAt> {
+    fn put(&self, routing: &TokenRouting, shape: &ExpertShape, seed: u64) -> Result<DispatchAt> {
         let rank = self.pool.rank() as usize;
         let tokens = routing.ids[rank].len();
         upload(self.pool, self.input.address(), &tokens_of(seed, rank, tokens, shape))?;
@@ -175,14 +175,19 @@ impl Check<'_> {
             ids: self.ids.as_ptr(),
             ids_dtype: if wide { DType::I64 } else { DType::I32 },
             weights: self.weights.as_ptr().cast::<f32>(),
-            quantize: Quantization::None,
+            quantize: ExpertQuantization::None,
             layout: ExpertLayout::ByRank,
             known: false,
             more: 0,
         })
     }
 
-    fn dispatch(&self, buffer: &Buffer<'_>, handle: usize, call: &DispatchAt) -> Result<()> {
+    fn dispatch(
+        &self,
+        buffer: &BorrowedBuffer<'_>,
+        handle: usize,
+        call: &DispatchAt,
+    ) -> Result<()> {
         let handle = self.handles[handle].as_ptr().cast();
         assert!(self.handles[0].len() >= buffer.handle_parts().bytes, "room for handles");
         // SAFETY: the blocks are as long as these calls need, and nothing else uses them.
@@ -191,7 +196,7 @@ impl Check<'_> {
 
     fn dispatch_exact(
         &self,
-        buffer: &Buffer<'_>,
+        buffer: &BorrowedBuffer<'_>,
         handle: usize,
         call: &DispatchAt,
     ) -> Result<ReceivedSizes> {
@@ -203,7 +208,7 @@ impl Check<'_> {
     /// A dispatch of a new routing. For every other seed it waits for sizes, which are compared then.
     fn dispatch_new(
         &mut self,
-        buffer: &Buffer<'_>,
+        buffer: &BorrowedBuffer<'_>,
         handle: usize,
         (call, wanted): (&DispatchAt, &ReceivedSizes),
         seed: u64,
@@ -217,17 +222,17 @@ impl Check<'_> {
         Ok(())
     }
 
-    fn combine(&self, buffer: &Buffer<'_>, handle: usize, call: &CombineAt) -> Result<()> {
+    fn combine(&self, buffer: &BorrowedBuffer<'_>, handle: usize, call: &CombineAt) -> Result<()> {
         // SAFETY: the blocks are as long as these calls need, and nothing else uses them.
         unsafe { buffer.combine_at(self.handles[handle].as_ptr().cast(), call, &self.stream) }
     }
 
-    fn settle(&self, buffer: &Buffer<'_>) -> Result<()> {
+    fn settle(&self, buffer: &BorrowedBuffer<'_>) -> Result<()> {
         buffer.communicator().synchronize(&self.stream)
     }
 
     /// The bytes of the rows that this rank receives, in the order of ranks.
-    fn received(&self, routing: &Routing, shape: &ExpertShape, seed: u64) -> Vec<u8> {
+    fn received(&self, routing: &TokenRouting, shape: &ExpertShape, seed: u64) -> Vec<u8> {
         let rows = routing.received(self.pool.rank());
         let row = |&(source, token): &(usize, usize)| {
             encode(shape.dtype, (0..shape.hidden).map(move |at| channel(seed, source, token, at)))
@@ -235,10 +240,10 @@ impl Check<'_> {
         rows.iter().flat_map(row).collect()
     }
 
-    fn by_rank(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+    fn by_rank(&mut self, buffer: &BorrowedBuffer<'_>, seed: u64) -> Result<()> {
         let (shape, rank) = (buffer.shape(), self.pool.rank());
-        let routing = Routing::random(seed, self.pool.world(), &shape);
-        let other = Routing::random(random(seed, 9), self.pool.world(), &shape);
+        let routing = TokenRouting::random(seed, self.pool.world(), &shape);
+        let other = TokenRouting::random(random(seed, 9), self.pool.world(), &shape);
         let what = format!("{shape:?} by rank, seed {seed}");
         let call = self.put(&routing, &shape, seed)?;
         let sizes = routing.sizes(rank, 0);
@@ -288,9 +293,9 @@ impl Check<'_> {
     /// Sends `rows` back by a handle, and compares the sums.
     fn back(
         &mut self,
-        buffer: &Buffer<'_>,
+        buffer: &BorrowedBuffer<'_>,
         (handle, by_expert): (usize, bool),
-        routing: &Routing,
+        routing: &TokenRouting,
         seed: u64,
         what: &str,
     ) -> Result<()> {
@@ -320,9 +325,9 @@ impl Check<'_> {
         Ok(())
     }
 
-    fn by_expert(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+    fn by_expert(&mut self, buffer: &BorrowedBuffer<'_>, seed: u64) -> Result<()> {
         let (shape, rank) = (buffer.shape(), self.pool.rank());
-        let routing = Routing::random(seed, self.pool.world(), &shape);
+        let routing = TokenRouting::random(seed, self.pool.world(), &shape);
         let alignment = [1, 4, 16][(random(seed, 5) % 3) as usize];
         let what = format!("{shape:?} by expert, alignment {alignment}, seed {seed}");
         let (offsets, rows) = routing.by_expert(rank, alignment);
@@ -357,7 +362,7 @@ impl Check<'_> {
         )?;
         self.judge(&format!("expert_offsets, {what}"), &numbers(&found), &offsets);
         // Another dispatch, into another handle, and the first one's routing again.
-        let other = Routing::random(random(seed, 9), self.pool.world(), &shape);
+        let other = TokenRouting::random(random(seed, 9), self.pool.world(), &shape);
         let another = self.put(&other, &shape, seed)?;
         self.dispatch(buffer, 0, &another)?;
         self.settle(buffer)?;

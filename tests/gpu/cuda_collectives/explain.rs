@@ -16,7 +16,7 @@ use symmpool_collectives::{
     StandardCollective,
 };
 
-use crate::cuda::{Graph, driver, stream};
+use crate::cuda::{CallGraph, driver, stream};
 use crate::{ORDINARY, Options, native, plans};
 
 const DTYPE: DType = DType::Bf16;
@@ -227,7 +227,7 @@ impl Explains<'_> {
         self.check(|| format!("{what}: launched {first:?}, {said:?}"), right);
         // The explanation holds in a graph too.
         let mut in_graph = None;
-        let graph = Graph::capture(self.pool, self.stream, || {
+        let graph = CallGraph::capture(self.pool, self.stream, || {
             let said = self.explain(comm, call, bytes);
             launched.take();
             self.call(comm, call, bytes)?;
@@ -334,7 +334,7 @@ enum Before {
 
 /// Share of the SMs that is left for a call of a new communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Left {
+enum SmsLeft {
     All,
     /// The wide grid of one of so many communicators.
     OneOf(u32),
@@ -342,7 +342,7 @@ enum Left {
     TwoThirds,
 }
 
-impl Left {
+impl SmsLeft {
     /// Most blocks of a kernel on a device of so many SMs.
     fn blocks(self, sms: u32) -> u32 {
         match self {
@@ -359,22 +359,22 @@ impl Left {
 /// Orders of calls, and what they leave to a captured call.
 ///
 /// TODAY: beside communicators that rest in graphs, kernels have most SMs and not all. Where the budget's rule changes, these rows
-/// become `Left::All`.
-const ORDERS: [(Before, Left); 8] = [
-    (Before::Nothing, Left::All),
-    (Before::SmallCaptured, Left::All),
-    (Before::Resting(1), Left::OneOf(2)),
-    (Before::Resting(3), Left::OneOf(4)),
-    (Before::Resting(7), Left::OneOf(8)),
-    (Before::SameGraph, Left::OneOf(2)),
-    (Before::Eager, Left::All),
-    (Before::OtherParallelism, Left::OneOf(2)),
+/// become `SmsLeft::All`.
+const ORDERS: [(Before, SmsLeft); 8] = [
+    (Before::Nothing, SmsLeft::All),
+    (Before::SmallCaptured, SmsLeft::All),
+    (Before::Resting(1), SmsLeft::OneOf(2)),
+    (Before::Resting(3), SmsLeft::OneOf(4)),
+    (Before::Resting(7), SmsLeft::OneOf(8)),
+    (Before::SameGraph, SmsLeft::OneOf(2)),
+    (Before::Eager, SmsLeft::All),
+    (Before::OtherParallelism, SmsLeft::OneOf(2)),
 ];
 
 /// Those that come after all others.
 ///
 /// TODAY: from its first message on a process leaves a third of the SMs to others, for ever.
-const LAST_ORDERS: [(Before, Left); 1] = [(Before::Messages, Left::TwoThirds)];
+const LAST_ORDERS: [(Before, SmsLeft); 1] = [(Before::Messages, SmsLeft::TwoThirds)];
 
 const KINDS: [StandardCollective; 4] = [
     StandardCollective::AllReduce,
@@ -385,7 +385,7 @@ const KINDS: [StandardCollective; 4] = [
 
 impl Explains<'_> {
     /// A new communicator for each order, kind and size, whose call is compared with that of a fresh one.
-    fn orders(&mut self, memory: &str, orders: &[(Before, Left)]) -> Result<()> {
+    fn orders(&mut self, memory: &str, orders: &[(Before, SmsLeft)]) -> Result<()> {
         for collective in KINDS {
             for bytes in SIZES {
                 for &(before, left) in orders {
@@ -401,11 +401,11 @@ impl Explains<'_> {
         Ok(())
     }
 
-    fn as_expected(&mut self, what: &str, left: Left, fresh: &CallPlan, said: &Explanation) {
+    fn as_expected(&mut self, what: &str, left: SmsLeft, fresh: &CallPlan, said: &Explanation) {
         let same_way = said.now.algorithm == fresh.algorithm && said.now.is_known;
         self.check(|| format!("the algorithm of a fresh call, {fresh:?}; {what}"), same_way);
         match left {
-            Left::All => {
+            SmsLeft::All => {
                 let right = said.now == *fresh;
                 self.check(|| format!("as a fresh call, {fresh:?}; {what}"), right);
                 self.check(|| format!("nothing is in its way; {what}"), said.kept_by.is_empty());
@@ -440,7 +440,7 @@ impl Explains<'_> {
         let others = (0..resting).map(|_| new()).collect::<Result<Vec<_>>>()?;
         let comm = new()?;
         let captured = |comm: &Communicator| {
-            Graph::capture(self.pool, self.stream, || self.call(comm, small, SIZES[0]))
+            CallGraph::capture(self.pool, self.stream, || self.call(comm, small, SIZES[0]))
         };
         let mut graphs = Vec::new();
         match before {
@@ -478,7 +478,7 @@ impl Explains<'_> {
         self.call(&comm, call, bytes)?;
         comm.synchronize(&self.stream)?;
         let mut said = None;
-        let graph = Graph::capture(self.pool, self.stream, || {
+        let graph = CallGraph::capture(self.pool, self.stream, || {
             if before == Before::SameGraph {
                 self.call(&others[0], small, SIZES[0])?;
             }

@@ -20,17 +20,17 @@ const ROOM: usize = 4 << 20;
 const FILL: u8 = 0x21;
 
 /// Pairs of calls that use other kernels than all others.
-const PAIRS: [[Call; 2]; 5] = [
-    [Call::Reduce(DType::Bf16, 1 << 10), Call::ToAll(1 << 10)],
-    [Call::Scatter(DType::F16, 1 << 10), Call::Gather(1 << 10)],
-    [Call::Reduce(DType::F32, 256 << 10), Call::Splits],
-    [Call::Barrier, Call::Broadcast(1 << 10)],
-    [Call::Reduce(DType::F16, 8 << 10), Call::Gather(512 << 10)],
+const PAIRS: [[SizedCall; 2]; 5] = [
+    [SizedCall::Reduce(DType::Bf16, 1 << 10), SizedCall::ToAll(1 << 10)],
+    [SizedCall::Scatter(DType::F16, 1 << 10), SizedCall::Gather(1 << 10)],
+    [SizedCall::Reduce(DType::F32, 256 << 10), SizedCall::Splits],
+    [SizedCall::Barrier, SizedCall::Broadcast(1 << 10)],
+    [SizedCall::Reduce(DType::F16, 8 << 10), SizedCall::Gather(512 << 10)],
 ];
 
 /// A call with so many bytes on every rank.
 #[derive(Clone, Copy, Debug)]
-enum Call {
+enum SizedCall {
     Reduce(DType, usize),
     Scatter(DType, usize),
     Gather(usize),
@@ -40,7 +40,7 @@ enum Call {
     Barrier,
 }
 
-struct Lane {
+struct CommunicatorStream {
     comm: Communicator,
     stream: Stream,
     from: Block<u8>,
@@ -52,7 +52,7 @@ struct Lane {
 pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let usual =
         CommunicatorOptions { timeout: TIMEOUT, concurrent: None, ..options.communicator() };
-    let lanes = [Lane::new(pool, &usual)?, Lane::new(pool, &usual)?];
+    let lanes = [CommunicatorStream::new(pool, &usual)?, CommunicatorStream::new(pool, &usual)?];
     let mut wrong = 0;
     for calls in PAIRS {
         let mut order = [0, 1];
@@ -71,9 +71,12 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
         }
         for (lane, call) in lanes.iter().zip(calls) {
             // Sums are compared by other checks.
-            let reduced = matches!(call, Call::Reduce(..) | Call::Scatter(..));
+            let reduced = matches!(call, SizedCall::Reduce(..) | SizedCall::Scatter(..));
             let some = download(pool, lane.to.address(), 64)?;
-            if !matches!(call, Call::Barrier) && !reduced && some.iter().any(|byte| *byte != FILL) {
+            if !matches!(call, SizedCall::Barrier)
+                && !reduced
+                && some.iter().any(|byte| *byte != FILL)
+            {
                 wrong += 1;
                 println!("rank {}: first call {call:?} left {some:?}", pool.rank());
             }
@@ -82,7 +85,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((2 * PAIRS.len() as u64, wrong))
 }
 
-impl Lane {
+impl CommunicatorStream {
     fn new(pool: &Pool, options: &CommunicatorOptions) -> Result<Self> {
         let lane = Self {
             comm: Communicator::with_options(pool, options)?,
@@ -98,32 +101,34 @@ impl Lane {
         Ok(lane)
     }
 
-    fn call(&self, pool: &Pool, call: Call) -> Result<()> {
+    fn call(&self, pool: &Pool, call: SizedCall) -> Result<()> {
         let Self { comm, stream, from, to, splits } = self;
         let world = pool.world() as usize;
         let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
         let (bytes, sum) = (DType::U8, ReduceOp::Sum);
         match call {
             // SAFETY: both blocks have room for any of these calls, and nothing else uses them; so it is below.
-            Call::Reduce(dtype, length) => unsafe {
+            SizedCall::Reduce(dtype, length) => unsafe {
                 comm.all_reduce_at(to, from, length / dtype.size(), dtype, sum, stream)
             },
             // SAFETY: both blocks have room for any of these calls, and nothing else uses them.
-            Call::Scatter(dtype, length) => unsafe {
+            SizedCall::Scatter(dtype, length) => unsafe {
                 comm.reduce_scatter_at(to, from, length / dtype.size(), dtype, sum, stream)
             },
             // SAFETY: both blocks have room for any of these calls, and nothing else uses them.
-            Call::Gather(length) => unsafe { comm.all_gather_at(to, from, length, bytes, stream) },
-            Call::Broadcast(length) => {
+            SizedCall::Gather(length) => unsafe {
+                comm.all_gather_at(to, from, length, bytes, stream)
+            },
+            SizedCall::Broadcast(length) => {
                 upload(pool, to as u64, &vec![FILL; length])?;
                 // SAFETY: both blocks have room for any of these calls, and nothing else uses them.
                 unsafe { comm.broadcast_at(to, length, bytes, 0, stream) }
             }
             // SAFETY: both blocks have room for any of these calls, and nothing else uses them.
-            Call::ToAll(length) => unsafe {
+            SizedCall::ToAll(length) => unsafe {
                 comm.all_to_all_at(to, from, length / world, bytes, stream)
             },
-            Call::Splits => {
+            SizedCall::Splits => {
                 let null = std::ptr::null_mut();
                 let (length, capacity) = (ROOM, ROOM);
                 let rows = SplitRows { dtype: bytes, row: 1, length, capacity };
@@ -133,7 +138,7 @@ impl Lane {
                 // rank.
                 unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, stream) }
             }
-            Call::Barrier => comm.barrier(stream),
+            SizedCall::Barrier => comm.barrier(stream),
         }
     }
 }

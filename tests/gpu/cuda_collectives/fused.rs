@@ -7,7 +7,7 @@ use symmpool_collectives::{
     NormShape, ReduceOp,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::{differs, finite, random, reduce};
 use crate::{ORDINARY, Options, expect_error};
 
@@ -166,7 +166,7 @@ impl Fused<'_> {
         let case =
             Case { shape: usual, residual: true, bias: false, in_place: false, norm_out: false };
         let wanted = self.prepare(memory, case, options.seed)?;
-        let graph = Graph::capture(self.pool, self.stream, || {
+        let graph = CallGraph::capture(self.pool, self.stream, || {
             self.call(memory, case)?;
             self.call(memory, case)
         })?;

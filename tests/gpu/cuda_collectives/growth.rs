@@ -17,7 +17,7 @@ use symmpool_collectives::{
     StandardCollective,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::{differs, finite, random, reduce};
 use crate::{INTERRUPTED, MAX_LATE, ORDINARY, Options, expect_error};
 
@@ -30,7 +30,7 @@ const MANY: usize = 300_011;
 const DTYPE: DType = DType::F32;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum GrowingCall {
     AllReduce,
     ReduceScatter,
     AllGather,
@@ -40,13 +40,13 @@ enum Kind {
     Splits,
 }
 
-const KINDS: [Kind; 6] = [
-    Kind::AllReduce,
-    Kind::ReduceScatter,
-    Kind::AllGather,
-    Kind::Broadcast,
-    Kind::AllToAll,
-    Kind::Splits,
+const KINDS: [GrowingCall; 6] = [
+    GrowingCall::AllReduce,
+    GrowingCall::ReduceScatter,
+    GrowingCall::AllGather,
+    GrowingCall::Broadcast,
+    GrowingCall::AllToAll,
+    GrowingCall::Splits,
 ];
 
 /// A selector that always chooses one algorithm, and counts warnings.
@@ -66,7 +66,7 @@ impl Selector for Chooses {
     }
 }
 
-struct Growth<'a> {
+struct GrowthChecks<'a> {
     pool: &'a Pool,
     options: CommunicatorOptions,
     comm: Communicator,
@@ -85,7 +85,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (mut cases, mut wrong) = (0, 0);
     let bytes = (MANY + 16) * DTYPE.size() * pool.world() as usize;
     for lane in [pool.lane("windows")?, pool.lane(ORDINARY)?] {
-        let mut growth = Growth {
+        let mut growth = GrowthChecks {
             pool,
             comm: Communicator::with_options(pool, &options_that_grow)?,
             options: options_that_grow.clone(),
@@ -122,7 +122,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((cases, wrong))
 }
 
-impl Growth<'_> {
+impl GrowthChecks<'_> {
     /// Makes a new communicator, behind or in front of the memory that the last one gives back.
     fn renew(&mut self) -> Result<()> {
         if self.cases % 2 == 1 {
@@ -144,28 +144,28 @@ impl Growth<'_> {
     }
 
     /// Memory is taken before the large call of a kind, and all calls before and after it are right.
-    fn grows_before(&mut self, kind: Kind) -> Result<()> {
+    fn grows_before(&mut self, kind: GrowingCall) -> Result<()> {
         self.renew()?;
         // The last ones nearly fill an inbox.
         let most = (750 << 10) / DTYPE.size() / self.pool.world() as usize;
         for count in FEW.into_iter().chain([most, most]) {
-            self.case(Kind::AllReduce, count)?;
-            self.case(Kind::AllGather, count)?;
-            self.case(Kind::Broadcast, count)?;
+            self.case(GrowingCall::AllReduce, count)?;
+            self.case(GrowingCall::AllGather, count)?;
+            self.case(GrowingCall::Broadcast, count)?;
         }
         self.check("small calls take no memory", self.comm.memory().total <= SMALL);
         let count = match kind {
             // Large whatever the parts are.
-            Kind::AllToAll | Kind::Splits => 8,
-            Kind::Broadcast => MANY * 2,
+            GrowingCall::AllToAll | GrowingCall::Splits => 8,
+            GrowingCall::Broadcast => MANY * 2,
             _ => MANY,
         };
         self.case(kind, count)?;
         let total = self.comm.memory().total;
         self.check(&format!("{kind:?} takes memory"), (SMALL + 1..=GROWN).contains(&total));
         for count in FEW {
-            self.case(Kind::AllReduce, count)?;
-            self.case(Kind::ReduceScatter, count)?;
+            self.case(GrowingCall::AllReduce, count)?;
+            self.case(GrowingCall::ReduceScatter, count)?;
         }
         for other in KINDS {
             self.case(other, MANY)?;
@@ -201,7 +201,7 @@ impl Growth<'_> {
         let count = 900_000 / DTYPE.size() / self.pool.world() as usize;
         for name in ["one_shot_ll", "one_shot_ll128", "one_shot_lamport", "two_shot_ll"] {
             self.renew()?;
-            self.case_by(Kind::AllReduce, count, |growth| {
+            self.case_by(GrowingCall::AllReduce, count, |growth| {
                 let (to, from) = (growth.output.as_ptr(), growth.input.as_ptr().cast_const());
                 let (collective, sum) = (StandardCollective::AllReduce, ReduceOp::Sum);
                 // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
@@ -220,7 +220,7 @@ impl Growth<'_> {
     /// Some ranks pass splits, and others make the call of equal parts.
     fn grows_for_equal_parts_and_splits(&mut self) -> Result<()> {
         self.renew()?;
-        let kind = if self.pool.rank() == 0 { Kind::AllToAll } else { Kind::Splits };
+        let kind = if self.pool.rank() == 0 { GrowingCall::AllToAll } else { GrowingCall::Splits };
         for count in [1000, 1000] {
             self.case(kind, count)?;
         }
@@ -234,21 +234,23 @@ impl Growth<'_> {
             self.renew()?;
             let options = CommunicatorOptions { first_epoch, ..self.options.clone() };
             self.comm = Communicator::with_options(self.pool, &options)?;
-            let small =
-                Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, 4096))?;
-            self.case(Kind::AllReduce, MANY)?;
-            let large =
-                Graph::capture(self.pool, self.stream, || self.call(Kind::AllReduce, MANY))?;
+            let small = CallGraph::capture(self.pool, self.stream, || {
+                self.call(GrowingCall::AllReduce, 4096)
+            })?;
+            self.case(GrowingCall::AllReduce, MANY)?;
+            let large = CallGraph::capture(self.pool, self.stream, || {
+                self.call(GrowingCall::AllReduce, MANY)
+            })?;
             for turn in 0..6 {
-                self.case_by(Kind::AllReduce, 4096, |growth| {
+                self.case_by(GrowingCall::AllReduce, 4096, |growth| {
                     small.launch(growth.pool, growth.stream)
                 })?;
                 if turn % 2 == 0 {
-                    self.case_by(Kind::AllReduce, MANY, |growth| {
+                    self.case_by(GrowingCall::AllReduce, MANY, |growth| {
                         large.launch(growth.pool, growth.stream)
                     })?;
                 }
-                self.case(Kind::Broadcast, if turn % 3 == 0 { MANY * 2 } else { 500 })?;
+                self.case(GrowingCall::Broadcast, if turn % 3 == 0 { MANY * 2 } else { 500 })?;
             }
             small.destroy(self.pool)?;
             large.destroy(self.pool)?;
@@ -260,7 +262,7 @@ impl Growth<'_> {
     /// Rank 0 reports it by synchronizing, the others in front of that call.
     fn late_reports_leave_the_next_call_alone(&mut self) -> Result<()> {
         self.renew()?;
-        self.case(Kind::AllReduce, MANY)?;
+        self.case(GrowingCall::AllReduce, MANY)?;
         let wrong = || {
             let (to, from) = (self.output.address() as *mut u8, self.output.as_ptr().cast_const());
             // SAFETY: its buffers overlap, so it is refused before anything is touched.
@@ -275,13 +277,13 @@ impl Growth<'_> {
                 )
             }
         };
-        let captured = Graph::capture(self.pool, self.stream, wrong);
+        let captured = CallGraph::capture(self.pool, self.stream, wrong);
         self.check("a capture with a wrong call ends in an error", captured.is_err());
         if self.pool.rank() == 0 {
             self.comm.synchronize(&self.stream)?;
         }
-        self.case(Kind::AllReduce, MANY)?;
-        self.case(Kind::AllReduce, 1000)
+        self.case(GrowingCall::AllReduce, MANY)?;
+        self.case(GrowingCall::AllReduce, 1000)
     }
 
     /// Large calls by a selector's choice have the memory for large calls, also where it leaves the choice to the rule.
@@ -292,7 +294,7 @@ impl Growth<'_> {
             let selector = Chooses { name, warned: Arc::clone(&warned) };
             self.comm.select(StandardCollective::AllReduce, Some(Arc::new(selector)));
             for count in [1000, MANY, MANY] {
-                self.case(Kind::AllReduce, count)?;
+                self.case(GrowingCall::AllReduce, count)?;
             }
             self.check("a selector's call takes memory", self.comm.memory().total > SMALL);
             let warnings = warned.load(Ordering::Relaxed);
@@ -310,7 +312,7 @@ impl Growth<'_> {
             self.renew()?;
             let (count, size) = if first { mine } else { others };
             let begun = Instant::now();
-            let called = self.call(Kind::AllReduce, count);
+            let called = self.call(GrowingCall::AllReduce, count);
             let ended = called.and_then(|()| self.comm.synchronize(&self.stream));
             let error = expect_error(ended, "calls of different sizes")?;
             let named = error.is_diverged() && error.to_string().contains(&MANY.to_string());
@@ -324,14 +326,14 @@ impl Growth<'_> {
     /// A rank that does not come to the first large call is named as in other calls, and gets an error when it comes.
     fn says_which_rank_is_late(&mut self) -> Result<()> {
         self.renew()?;
-        self.case(Kind::AllReduce, 1000)?;
+        self.case(GrowingCall::AllReduce, 1000)?;
         let (late, timeout) = (self.pool.world() - 1, Duration::from_secs(2));
         self.comm.set_timeout(timeout)?;
         if self.pool.rank() == late {
             std::thread::sleep(2 * timeout);
         }
         let begun = Instant::now();
-        let called = self.call(Kind::AllReduce, MANY);
+        let called = self.call(GrowingCall::AllReduce, MANY);
         let error = expect_error(called, "a call to which a rank comes late")?;
         let named = error.is_timeout() && error.to_string().contains(&format!("rank {late}"));
         self.check(&format!("who is late: {error}"), named);
@@ -342,7 +344,7 @@ impl Growth<'_> {
     /// A wait for the others in a first large call ends by Ctrl-C, and they get an error too.
     fn can_be_interrupted(&mut self) -> Result<()> {
         self.renew()?;
-        self.case(Kind::AllReduce, 1000)?;
+        self.case(GrowingCall::AllReduce, 1000)?;
         let (rank, last, timeout) =
             (self.pool.rank(), self.pool.world() - 1, Duration::from_secs(2));
         self.comm.set_timeout(timeout)?;
@@ -356,11 +358,12 @@ impl Growth<'_> {
                 INTERRUPTED.store(true, Ordering::Relaxed);
             })
         });
-        let error = expect_error(self.call(Kind::AllReduce, MANY), "a call that is interrupted")?;
+        let error =
+            expect_error(self.call(GrowingCall::AllReduce, MANY), "a call that is interrupted")?;
         if let Some(interrupt) = interrupt {
             interrupt.join().expect("no panic");
             INTERRUPTED.store(false, Ordering::Relaxed);
-            let again = expect_error(self.call(Kind::AllReduce, 8), "a call after it")?;
+            let again = expect_error(self.call(GrowingCall::AllReduce, 8), "a call after it")?;
             let stopped = error.is_interrupted() && again.is_interrupted();
             self.check(&format!("interrupted: {error}"), stopped);
             self.check("soon", begun.elapsed() < timeout / 2);
@@ -373,46 +376,50 @@ impl Growth<'_> {
     }
 
     /// Puts the call on the stream.
-    fn call(&self, kind: Kind, count: usize) -> Result<()> {
+    fn call(&self, kind: GrowingCall, count: usize) -> Result<()> {
         let (to, from) = (self.output.as_ptr(), self.input.as_ptr().cast_const());
         let (comm, stream, sum) = (&self.comm, &self.stream, ReduceOp::Sum);
         let sizes = vec![count; self.pool.world() as usize];
         match kind {
             // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them; so it is
             // below.
-            Kind::AllReduce => unsafe { comm.all_reduce_at(to, from, count, DTYPE, sum, stream) },
+            GrowingCall::AllReduce => unsafe {
+                comm.all_reduce_at(to, from, count, DTYPE, sum, stream)
+            },
             // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
-            Kind::ReduceScatter => unsafe {
+            GrowingCall::ReduceScatter => unsafe {
                 comm.reduce_scatter_at(to, from, count, DTYPE, sum, stream)
             },
             // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
-            Kind::AllGather => unsafe { comm.all_gather_at(to, from, count, DTYPE, stream) },
+            GrowingCall::AllGather => unsafe { comm.all_gather_at(to, from, count, DTYPE, stream) },
             // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
-            Kind::Broadcast => unsafe { comm.broadcast_at(to, count, DTYPE, 0, stream) },
+            GrowingCall::Broadcast => unsafe { comm.broadcast_at(to, count, DTYPE, 0, stream) },
             // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
-            Kind::AllToAll => unsafe { comm.all_to_all_at(to, from, count, DTYPE, stream) },
+            GrowingCall::AllToAll => unsafe { comm.all_to_all_at(to, from, count, DTYPE, stream) },
             // SAFETY: both blocks have room for as many parts as there are ranks, and nothing else uses them.
-            Kind::Splits => unsafe {
+            GrowingCall::Splits => unsafe {
                 comm.all_to_all_v_at(to, from, &sizes, &sizes, DTYPE, stream)
             },
         }
     }
 
-    fn case(&mut self, kind: Kind, count: usize) -> Result<()> {
+    fn case(&mut self, kind: GrowingCall, count: usize) -> Result<()> {
         self.case_by(kind, count, |growth| growth.call(kind, count))
     }
 
     /// Fills the input, has `make` put the call on the stream, and compares the output.
     fn case_by(
         &mut self,
-        kind: Kind,
+        kind: GrowingCall,
         count: usize,
         make: impl FnOnce(&Self) -> Result<()>,
     ) -> Result<()> {
         let (rank, world) = (self.pool.rank() as usize, self.pool.world());
         let parts = match kind {
-            Kind::AllReduce | Kind::AllGather | Kind::Broadcast => 1,
-            Kind::ReduceScatter | Kind::AllToAll | Kind::Splits => world as usize,
+            GrowingCall::AllReduce | GrowingCall::AllGather | GrowingCall::Broadcast => 1,
+            GrowingCall::ReduceScatter | GrowingCall::AllToAll | GrowingCall::Splits => {
+                world as usize
+            }
         };
         let seed = random(self.seed, self.cases);
         let inputs: Vec<Vec<u8>> =
@@ -424,15 +431,15 @@ impl Growth<'_> {
             reduce(&slices, DTYPE, ReduceOp::Sum)
         };
         let wanted: Vec<u8> = match kind {
-            Kind::AllReduce => of(&inputs),
-            Kind::ReduceScatter => of(&inputs.iter().map(own).collect::<Vec<_>>()),
-            Kind::AllGather => inputs.concat(),
-            Kind::Broadcast => inputs[0].clone(),
-            Kind::AllToAll | Kind::Splits => inputs.iter().flat_map(own).collect(),
+            GrowingCall::AllReduce => of(&inputs),
+            GrowingCall::ReduceScatter => of(&inputs.iter().map(own).collect::<Vec<_>>()),
+            GrowingCall::AllGather => inputs.concat(),
+            GrowingCall::Broadcast => inputs[0].clone(),
+            GrowingCall::AllToAll | GrowingCall::Splits => inputs.iter().flat_map(own).collect(),
         };
         upload(self.pool, self.output.address(), &vec![0xa5; wanted.len()])?;
         upload(self.pool, self.input.address(), &inputs[rank])?;
-        if kind == Kind::Broadcast {
+        if kind == GrowingCall::Broadcast {
             upload(self.pool, self.output.address(), &inputs[rank])?;
         }
         make(self)?;

@@ -10,7 +10,7 @@ use symmpool_collectives::{
     Request, SplitRows, SplitsAt, StandardCollective,
 };
 
-use crate::cuda::{Graph, stream, upload};
+use crate::cuda::{CallGraph, stream, upload};
 use crate::oracle::random;
 use crate::{ORDINARY, Options, expect_error};
 
@@ -177,7 +177,7 @@ fn while_memory_grows(
         };
         if captured {
             let mut called = Ok(());
-            let graph = Graph::capture(pool, *stream, || {
+            let graph = CallGraph::capture(pool, *stream, || {
                 called = call();
                 Ok(())
             });

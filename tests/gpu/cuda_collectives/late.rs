@@ -22,7 +22,7 @@ const DTYPE: DType = DType::Bf16;
 const SLOW: Duration = Duration::from_millis(500);
 
 /// A call that a rank is late for.
-struct Way {
+struct LateCall {
     collective: StandardCollective,
     /// The algorithm, where it is not the one that a communicator chooses by itself.
     algorithm: Option<&'static str>,
@@ -30,7 +30,7 @@ struct Way {
     in_pieces: bool,
 }
 
-impl Way {
+impl LateCall {
     const fn new(collective: StandardCollective, algorithm: Option<&'static str>) -> Self {
         Self { collective, algorithm, in_pieces: false }
     }
@@ -40,7 +40,7 @@ impl Way {
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for LateCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let algorithm = self.algorithm.unwrap_or("auto");
         let pieces = if self.in_pieces { " in pieces" } else { "" };
@@ -50,16 +50,16 @@ impl fmt::Display for Way {
 
 /// All calls whose kernels write into peers' outputs directly, reduce-scatters, and calls in pieces. Other copies of copy
 /// engines cannot be cancelled.
-const WAYS: [Way; 9] = [
-    Way::new(StandardCollective::AllReduce, Some("two_shot_pull")),
-    Way::new(StandardCollective::AllReduce, Some("two_shot_push")),
-    Way::new(StandardCollective::AllGather, None),
-    Way::new(StandardCollective::Broadcast, None),
-    Way::new(StandardCollective::AllToAll, None),
-    Way::new(StandardCollective::ReduceScatter, Some("direct")),
-    Way::new(StandardCollective::ReduceScatter, Some("copy")),
-    Way::in_pieces(StandardCollective::ReduceScatter, "copy"),
-    Way::in_pieces(StandardCollective::AllReduce, "two_shot_copy"),
+const WAYS: [LateCall; 9] = [
+    LateCall::new(StandardCollective::AllReduce, Some("two_shot_pull")),
+    LateCall::new(StandardCollective::AllReduce, Some("two_shot_push")),
+    LateCall::new(StandardCollective::AllGather, None),
+    LateCall::new(StandardCollective::Broadcast, None),
+    LateCall::new(StandardCollective::AllToAll, None),
+    LateCall::new(StandardCollective::ReduceScatter, Some("direct")),
+    LateCall::new(StandardCollective::ReduceScatter, Some("copy")),
+    LateCall::in_pieces(StandardCollective::ReduceScatter, "copy"),
+    LateCall::in_pieces(StandardCollective::AllReduce, "two_shot_copy"),
 ];
 
 struct Late<'a> {
@@ -157,7 +157,7 @@ impl Late<'_> {
         Ok(wrong)
     }
 
-    fn call(&self, comm: &Communicator, way: &Way) -> Result<()> {
+    fn call(&self, comm: &Communicator, way: &LateCall) -> Result<()> {
         let (to, from) = (self.to.address() as *mut u8, self.from.address() as *const u8);
         let (world, op, root) = (self.pool.world(), ReduceOp::Sum, self.pool.world() - 1);
         let count = match way.collective {

@@ -11,8 +11,8 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Pool, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions};
 
-use crate::cuda::{Graph, stream};
-use crate::every_kind::{EveryKind, Kind};
+use crate::cuda::{CallGraph, stream};
+use crate::every_kind::{CallKind, EveryKind};
 use crate::{MAX_LATE, Options, expect_error};
 
 /// Driver call that fails: `Failing` in `tests/emulator/driver.cpp`.
@@ -93,7 +93,7 @@ pub(crate) fn run(pool: &Pool, options: &Options, timeout: Duration) -> Result<u
 }
 
 impl Launches<'_> {
-    fn kind(&mut self, kind: &Kind<'_>) -> Result<()> {
+    fn kind(&mut self, kind: &CallKind<'_>) -> Result<()> {
         let began = Instant::now();
         self.not_loaded(kind)?;
         let comm = self.begin(kind)?;
@@ -138,7 +138,7 @@ impl Launches<'_> {
     }
 
     /// A communicator for calls of a kind, whose ranks begin together.
-    fn begin(&self, kind: &Kind<'_>) -> Result<Communicator> {
+    fn begin(&self, kind: &CallKind<'_>) -> Result<Communicator> {
         let comm = Communicator::with_options(self.pool, &kind.options)?;
         kind.reset(self.pool)?;
         self.meet()?;
@@ -151,7 +151,7 @@ impl Launches<'_> {
     }
 
     /// The kernels of the first call of a kind cannot be loaded on the last rank, if any is to be loaded.
-    fn not_loaded(&mut self, kind: &Kind<'_>) -> Result<()> {
+    fn not_loaded(&mut self, kind: &CallKind<'_>) -> Result<()> {
         let comm = self.begin(kind)?;
         self.emulated.fail(Failing::Load, i32::from(self.is_last()));
         let began = Instant::now();
@@ -171,7 +171,7 @@ impl Launches<'_> {
     /// A call of which a part fails on the last rank.
     fn one_rank(
         &mut self,
-        kind: &Kind<'_>,
+        kind: &CallKind<'_>,
         (what, nth): (Failing, i32),
         wanted: &[u8],
     ) -> Result<()> {
@@ -189,7 +189,7 @@ impl Launches<'_> {
     /// The error of such a call, and of the next one, which is the same.
     fn judge(
         &mut self,
-        kind: &Kind<'_>,
+        kind: &CallKind<'_>,
         (what, nth): (Failing, i32),
         (called, began): (Result<()>, Instant),
         (comm, wanted): (&Communicator, &[u8]),
@@ -229,13 +229,13 @@ impl Launches<'_> {
 
     /// A call whose second launch fails on the last rank while it is captured. The others have captured and launched theirs,
     /// and get an error as soon as the last rank does anything else, and not when their waits have ended.
-    fn in_a_capture(&mut self, kind: &Kind<'_>, then: Then) -> Result<()> {
+    fn in_a_capture(&mut self, kind: &CallKind<'_>, then: Then) -> Result<()> {
         let comm = self.begin(kind)?;
         let name = format!("{}: launch 2 fails in a capture, {then:?}", kind.name);
         comm.set_timeout(20 * self.timeout)?;
         let stream = self.stream;
         self.emulated.fail(Failing::Launch, if self.is_last() { 2 } else { 0 });
-        let graph = Graph::capture(self.pool, stream, || kind.call(&comm, &stream));
+        let graph = CallGraph::capture(self.pool, stream, || kind.call(&comm, &stream));
         self.emulated.fail(Failing::Launch, 0);
         let began = Instant::now();
         if self.is_last() {
@@ -265,7 +265,7 @@ impl Launches<'_> {
     }
 
     /// All ranks decline the call alike, and the communicator stays usable.
-    fn all_ranks(&mut self, kind: &Kind<'_>, wanted: &[u8]) -> Result<()> {
+    fn all_ranks(&mut self, kind: &CallKind<'_>, wanted: &[u8]) -> Result<()> {
         let comm = self.begin(kind)?;
         self.emulated.fail(Failing::Launch, 1);
         let called = kind.call(&comm, &self.stream);

@@ -10,7 +10,7 @@ use symmpool_collectives::{
     Communicator, CommunicatorOptions, DType, MatmulScatter, MatmulTerm, MatrixView,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::random;
 use crate::tally::Tally;
 use crate::{ORDINARY, Options, expect_error};
@@ -156,7 +156,7 @@ impl<'a> Matmul<'a> {
         upload: impl Fn(&Self, u64) -> Result<()>,
         compare: impl Fn(&mut Self, u64) -> Result<()>,
     ) -> Result<()> {
-        let graph = Graph::capture(self.pool, self.stream, || call(self))?;
+        let graph = CallGraph::capture(self.pool, self.stream, || call(self))?;
         for round in 0..self.options.few(4, 2) {
             let seed = random(self.options.seed, salt + self.tally.cases);
             upload(self, seed)?;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use symmpool_allocator::{Pool, Result};
 use symmpool_collectives::Communicator;
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::{ORDINARY, Options};
 
 const LATE: Duration = Duration::from_millis(200);
@@ -24,7 +24,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     // The kernel is loaded before the capture.
     barrier()?;
     comm.synchronize(&stream)?;
-    let graph = Graph::capture(pool, stream, barrier)?;
+    let graph = CallGraph::capture(pool, stream, barrier)?;
     let (mut cases, mut wrong) = (0, 0);
     for late in 0..world {
         upload(pool, waits.address(), &vec![0; bytes])?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, DType, MatmulKind, MatmulShape};
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::expect_error;
 use crate::oracle::{input, random};
 use crate::tally::Tally;
@@ -67,7 +67,7 @@ impl Ring<'_> {
 
     /// Runs `around` eagerly and in graphs, with new data each time, and compares what has arrived.
     fn replay(&mut self, what: &str, around: impl Fn(&Self) -> Result<()>) -> Result<()> {
-        let graph = Graph::capture(self.pool, self.stream, || around(self))?;
+        let graph = CallGraph::capture(self.pool, self.stream, || around(self))?;
         for round in 0..self.options.few(40, 6) {
             upload(self.pool, self.inbox.address(), &vec![0xa5; BYTES])?;
             upload(self.pool, self.source.address(), &self.data(self.pool.rank(), round))?;

@@ -62,7 +62,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     pool.commit()?;
     let comm = Communicator::with_options(pool, &options.communicator())?;
     let stream = stream(pool)?;
-    let mut native = Native { pool, comm, buffers, stream, cases: 0, wrong: 0 };
+    let mut native = NativeChecks { pool, comm, buffers, stream, cases: 0, wrong: 0 };
     for kernel in checked() {
         native.kernel(&kernel, options, &[0, 1, 1000, 16_411, 100_003])?;
     }
@@ -80,7 +80,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((native.cases, native.wrong))
 }
 
-struct Native<'a> {
+struct NativeChecks<'a> {
     pool: &'a Pool,
     comm: Communicator,
     buffers: [Block<u8>; 2],
@@ -89,7 +89,7 @@ struct Native<'a> {
     wrong: u64,
 }
 
-impl Native<'_> {
+impl NativeChecks<'_> {
     /// # Safety
     ///
     /// Both buffers hold the call's data, and nothing else uses them.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, DType};
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::{input, random};
 use crate::tally::Tally;
 use crate::{MAX_LATE, ORDINARY, Options, expect_error};
@@ -184,7 +184,7 @@ impl Sided<'_> {
             }?;
             comm.wait(before, HERE, long, &stream)
         };
-        let graph = Graph::capture(self.pool, stream, around)?;
+        let graph = CallGraph::capture(self.pool, stream, around)?;
         for round in 100..100 + self.options.few(40, 4) {
             upload(self.pool, into, &vec![0xa5; bytes])?;
             upload(self.pool, from, &self.data(self.pool.rank(), round, bytes))?;

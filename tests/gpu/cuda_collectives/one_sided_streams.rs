@@ -7,7 +7,7 @@ use symmpool_allocator::{Pool, Result, Stream};
 use symmpool_collectives::Communicator;
 
 use crate::Options;
-use crate::cuda::{Graph, destroy, stream};
+use crate::cuda::{CallGraph, destroy, stream};
 use crate::tools::Tools;
 
 /// The timeout after which operations that wait for each other fail. The first use of a kernel takes a second on
@@ -125,7 +125,7 @@ impl Sided<'_> {
         comm.signal(next, ASK, &one)?;
         comm.barrier(&one)?;
         // The calls are not done yet.
-        let graph = Graph::capture(self.pool, two, || {
+        let graph = CallGraph::capture(self.pool, two, || {
             comm.signal(next, ASK, &two)?;
             comm.wait(before, ASK, PATIENCE, &two)?;
             comm.barrier(&two)
@@ -138,7 +138,7 @@ impl Sided<'_> {
         self.judge("a graph that was captured while calls were under way", &comm)?;
         graph.destroy(self.pool)?;
         // The calls are done.
-        let graph = Graph::capture(self.pool, two, || {
+        let graph = CallGraph::capture(self.pool, two, || {
             comm.signal(next, ASK, &two)?;
             comm.wait(before, ASK, PATIENCE, &two)?;
             comm.barrier(&two)
@@ -179,7 +179,7 @@ impl Sided<'_> {
         let two = self.streams[1];
         comm.barrier(&two)?;
         let mut refused = Ok(());
-        let graph = Graph::capture(self.pool, two, || {
+        let graph = CallGraph::capture(self.pool, two, || {
             refused = comm.forget_stream(&two);
             comm.barrier(&two)
         })?;

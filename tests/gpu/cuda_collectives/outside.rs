@@ -17,19 +17,19 @@ const POISON: u8 = 0xa5;
 const COUNT: usize = 3000;
 /// Elements of an all-reduce; one rank may have half as many.
 const WHOLE: usize = 40_000;
-const WAYS: [Way; 8] = [
-    Way::ToAll,
-    Way::Splits,
-    Way::Gather,
-    Way::Broadcast,
-    Way::Push,
-    Way::Pull,
-    Way::Scatter("direct"),
-    Way::Scatter("copy"),
+const WAYS: [OutsideCall; 8] = [
+    OutsideCall::ToAll,
+    OutsideCall::Splits,
+    OutsideCall::Gather,
+    OutsideCall::Broadcast,
+    OutsideCall::Push,
+    OutsideCall::Pull,
+    OutsideCall::Scatter("direct"),
+    OutsideCall::Scatter("copy"),
 ];
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum OutsideCall {
     ToAll,
     Splits,
     Gather,
@@ -79,7 +79,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     let mut wrong = 0;
     for way in WAYS {
         for odd in [Odd::Longer, Odd::Shorter, Odd::Elsewhere] {
-            if odd == Odd::Elsewhere && !matches!(way, Way::Push | Way::Pull) {
+            if odd == Odd::Elsewhere && !matches!(way, OutsideCall::Push | OutsideCall::Pull) {
                 continue;
             }
             for block in [&outside.to, &outside.elsewhere] {
@@ -112,7 +112,7 @@ pub(crate) fn run(pool: &Pool, timeout: Duration) -> Result<u32> {
     Ok(wrong)
 }
 
-impl Way {
+impl OutsideCall {
     fn options(self, timeout: Duration) -> CommunicatorOptions {
         let algorithm = match self {
             Self::Push => AllReduceAlgorithm::TwoShotPush,
@@ -131,7 +131,7 @@ impl Outside<'_> {
     }
 
     /// Output that this rank names: its address, and its length in bytes.
-    fn named(&self, way: Way, odd: Odd) -> (u64, usize) {
+    fn named(&self, way: OutsideCall, odd: Odd) -> (u64, usize) {
         let last = self.pool.rank() == self.pool.world() - 1;
         let (at, all) = match odd {
             Odd::Elsewhere if last => (&self.elsewhere, true),
@@ -139,26 +139,26 @@ impl Outside<'_> {
             _ => (&self.to, self.is_long(odd)),
         };
         let bytes = match way {
-            Way::Push | Way::Pull => 2 * if all { WHOLE } else { WHOLE / 2 },
-            Way::Broadcast | Way::Scatter(_) => COUNT * if all { 4 } else { 1 },
+            OutsideCall::Push | OutsideCall::Pull => 2 * if all { WHOLE } else { WHOLE / 2 },
+            OutsideCall::Broadcast | OutsideCall::Scatter(_) => COUNT * if all { 4 } else { 1 },
             _ => COUNT * self.pool.world() as usize * if all { 4 } else { 1 },
         };
         (at.address(), bytes)
     }
 
-    fn call(&self, comm: &Communicator, way: Way, odd: Odd) -> Result<()> {
+    fn call(&self, comm: &Communicator, way: OutsideCall, odd: Odd) -> Result<()> {
         let world = self.pool.world() as usize;
         let (to, bytes) = self.named(way, odd);
         let (to, from, stream) = (to as *mut u8, self.from.address() as *const u8, &self.stream);
         let long = odd == Odd::Elsewhere || self.is_long(odd);
         let dtype = if long { DType::F32 } else { DType::U8 };
         match way {
-            Way::ToAll => {
+            OutsideCall::ToAll => {
                 let counts = vec![COUNT; world];
                 // SAFETY: both blocks are longer, so they are below.
                 unsafe { comm.all_to_all_v_at(to, from, &counts, &counts, dtype, stream) }
             }
-            Way::Splits => {
+            OutsideCall::Splits => {
                 let null = std::ptr::null_mut();
                 let (length, capacity) = (COUNT * world, COUNT * world);
                 let rows = SplitRows { dtype, row: 1, length, capacity };
@@ -168,14 +168,14 @@ impl Outside<'_> {
                 unsafe { comm.all_to_all_v_splits_at(to, from, &rows, &splits, stream) }
             }
             // SAFETY: both blocks are longer than what is moved.
-            Way::Gather => unsafe { comm.all_gather_at(to, from, COUNT, dtype, stream) },
-            Way::Broadcast => {
+            OutsideCall::Gather => unsafe { comm.all_gather_at(to, from, COUNT, dtype, stream) },
+            OutsideCall::Broadcast => {
                 // The root is the rank that differs.
                 let root = self.pool.world() - 1;
                 // SAFETY: both blocks are longer than what is moved.
                 unsafe { comm.broadcast_at(to, COUNT, dtype, root, stream) }
             }
-            Way::Scatter(name) => {
+            OutsideCall::Scatter(name) => {
                 let (collective, op) = (StandardCollective::ReduceScatter, ReduceOp::Max);
                 // SAFETY: both blocks are longer than what is moved.
                 unsafe {
@@ -185,7 +185,7 @@ impl Outside<'_> {
                     )
                 }
             }
-            Way::Push | Way::Pull => {
+            OutsideCall::Push | OutsideCall::Pull => {
                 // SAFETY: both blocks are longer than what is moved.
                 unsafe {
                     comm.all_reduce_at(to, from, bytes / 2, DType::Bf16, ReduceOp::Sum, stream)

@@ -6,7 +6,7 @@ use std::time::Duration;
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::random;
 use crate::tally::Tally;
 use crate::{ORDINARY, Options};
@@ -85,7 +85,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
 
 /// A message of one rank to another: its length, and where it lies on both ranks.
 #[derive(Clone, Copy, Debug)]
-struct Message {
+struct P2pMessage {
     number: u64,
     bytes: usize,
     from: u64,
@@ -113,7 +113,7 @@ impl Messages<'_> {
     }
 
     /// The message of a round from one rank to another, which both know.
-    fn message(&self, round: u64, source: u32, target: u32) -> Message {
+    fn message(&self, round: u64, source: u32, target: u32) -> P2pMessage {
         let number = random(self.seed, round << 8 | u64::from(source << 4 | target));
         let length = LENGTHS[(number >> 16) as usize % LENGTHS.len()];
         // The first rounds have one of each size; others have random sizes.
@@ -123,10 +123,10 @@ impl Messages<'_> {
             length - (number >> 24) as usize % (length / 8 + 1)
         };
         let shift = |by: u32| [0, 0, 4, number >> by & 15][(number >> (by + 4) & 3) as usize];
-        Message { number, bytes, from: shift(40), to: AROUND as u64 / 2 + shift(48) }
+        P2pMessage { number, bytes, from: shift(40), to: AROUND as u64 / 2 + shift(48) }
     }
 
-    fn data(&self, message: &Message) -> Vec<u8> {
+    fn data(&self, message: &P2pMessage) -> Vec<u8> {
         let mut data = vec![0; message.bytes];
         for (at, part) in (0..).zip(data.chunks_mut(8)) {
             part.copy_from_slice(&random(message.number, at).to_le_bytes()[..part.len()]);
@@ -135,25 +135,25 @@ impl Messages<'_> {
     }
 
     /// Prepares the buffers of a message that this rank sends, and of one that it receives.
-    fn lay_out(&self, peer: u32, sent: &Message, received: &Message) -> Result<()> {
+    fn lay_out(&self, peer: u32, sent: &P2pMessage, received: &P2pMessage) -> Result<()> {
         let from = self.from[peer as usize].address();
         upload(self.pool, from + sent.from, &self.data(sent))?;
         self.clear(peer, received)
     }
 
-    fn clear(&self, peer: u32, received: &Message) -> Result<()> {
+    fn clear(&self, peer: u32, received: &P2pMessage) -> Result<()> {
         let to = self.to[peer as usize].address();
         let watched = received.to as usize + received.bytes + AROUND;
         upload(self.pool, to, &vec![BEFORE; watched.min(ROOM)])
     }
 
-    fn send(&self, peer: u32, message: &Message, stream: &Stream) -> Result<()> {
+    fn send(&self, peer: u32, message: &P2pMessage, stream: &Stream) -> Result<()> {
         let from = (self.from[peer as usize].address() + message.from) as *const u8;
         // SAFETY: the stretch lies in a block with room for it, which nothing else uses; so it does below.
         unsafe { self.comm.send_at(from, message.bytes, DType::U8, peer, stream) }
     }
 
-    fn receive(&self, peer: u32, message: &Message, stream: &Stream) -> Result<()> {
+    fn receive(&self, peer: u32, message: &P2pMessage, stream: &Stream) -> Result<()> {
         let to = (self.to[peer as usize].address() + message.to) as *mut u8;
         // SAFETY: the stretch lies in a block with room for it, which nothing else uses.
         unsafe { self.comm.recv_at(to, message.bytes, DType::U8, peer, stream) }
@@ -164,8 +164,8 @@ impl Messages<'_> {
         self.comm.synchronize(&self.receives)
     }
 
-    fn judge(&mut self, what: &str, peer: u32, message: &Message) -> Result<()> {
-        let Message { bytes, to, .. } = *message;
+    fn judge(&mut self, what: &str, peer: u32, message: &P2pMessage) -> Result<()> {
+        let P2pMessage { bytes, to, .. } = *message;
         let to = to as usize;
         let length = (to + bytes + AROUND).min(ROOM);
         let got = download(self.pool, self.to[peer as usize].address(), length)?;
@@ -216,9 +216,9 @@ impl Messages<'_> {
     }
 
     /// A short message, which is one packet even with the least scratch. Its data differ from round to round.
-    fn short(&self, round: u64, source: u32) -> Message {
+    fn short(&self, round: u64, source: u32) -> P2pMessage {
         let number = random(self.seed ^ 7, round << 8 | u64::from(source));
-        Message { number, bytes: 1 + number as usize % 1000, from: 0, to: AROUND as u64 }
+        P2pMessage { number, bytes: 1 + number as usize % 1000, from: 0, to: AROUND as u64 }
     }
 
     /// Messages that are sent before the first one is received: as many as there are slots for on the stream
@@ -240,11 +240,11 @@ impl Messages<'_> {
                 &vec![BEFORE; place(count) as usize],
             )?;
             for nth in 0..count {
-                let message = Message { from: place(nth), ..self.short(nth, me) };
+                let message = P2pMessage { from: place(nth), ..self.short(nth, me) };
                 self.send(next, &message, &self.sends)?;
             }
             for nth in 0..count {
-                let message = Message { to: place(nth), ..self.short(nth, before) };
+                let message = P2pMessage { to: place(nth), ..self.short(nth, before) };
                 self.receive(before, &message, &receives)?;
             }
             self.synchronize()?;
@@ -278,8 +278,8 @@ impl Messages<'_> {
         for nth in 0..count {
             let (sent, received) = (self.short(100 + nth, me), self.short(100 + nth, before));
             let (one, two) = if nth % 2 == 0 { (self.sends, other) } else { (other, self.sends) };
-            self.send(next, &Message { from: place(nth), ..sent }, &one)?;
-            self.receive(before, &Message { to: place(nth), ..received }, &two)?;
+            self.send(next, &P2pMessage { from: place(nth), ..sent }, &one)?;
+            self.receive(before, &P2pMessage { to: place(nth), ..received }, &two)?;
         }
         self.comm.synchronize(&other)?;
         self.synchronize()?;
@@ -300,7 +300,7 @@ impl Messages<'_> {
         let fresh = Communicator::with_options(self.pool, &options)?;
         let usual = std::mem::replace(&mut self.comm, fresh);
         let (bytes, seed) = (200_003, self.seed);
-        let of = |round: u64, source: u32| Message {
+        let of = |round: u64, source: u32| P2pMessage {
             number: random(seed ^ 9, round << 8 | u64::from(source)),
             bytes,
             from: 4,
@@ -308,8 +308,8 @@ impl Messages<'_> {
         };
         let (to_next, from_before) = (of(0, me), of(0, before));
         let sends =
-            Graph::capture(self.pool, self.sends, || self.send(next, &to_next, &self.sends))?;
-        let receives = Graph::capture(self.pool, self.receives, || {
+            CallGraph::capture(self.pool, self.sends, || self.send(next, &to_next, &self.sends))?;
+        let receives = CallGraph::capture(self.pool, self.receives, || {
             self.receive(before, &from_before, &self.receives)
         })?;
         for round in 0..self.options.few(40, 6) {

@@ -18,7 +18,7 @@ use symmpool_collectives::{
     Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::{differs, input, random};
 use crate::{ORDINARY, Options};
 
@@ -287,7 +287,7 @@ impl<'a> Plans<'a> {
         };
         let mut graphs = Vec::new();
         for algorithm in &algorithms {
-            graphs.push(Graph::capture(self.pool, self.stream, || {
+            graphs.push(CallGraph::capture(self.pool, self.stream, || {
                 call(algorithm, &self.stream)?;
                 call(algorithm, &self.stream)
             })?);

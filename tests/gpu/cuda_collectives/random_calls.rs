@@ -11,10 +11,10 @@ use symmpool_collectives::{
     Algorithm, Communicator, CommunicatorOptions, DType, ReduceOp, Request,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
-use crate::random_plans::calls::{Boundaries, Case, cases, differs, inputs};
+use crate::cuda::{CallGraph, download, stream, upload};
+use crate::random_plans::calls::{Boundaries, RandomCall, cases, differs, inputs};
 use crate::random_plans::schedules::outputs;
-use crate::random_plans::{Kind, program};
+use crate::random_plans::{ProgramKind, program};
 use crate::{ORDINARY, Options};
 
 /// Bytes of a rank's input or output, at most, and room for them.
@@ -33,7 +33,7 @@ const EPOCHS: [u32; 3] = [1, (1 << 30) - 9, u32::MAX - 11];
 struct Work {
     number: u64,
     algorithm: Algorithm,
-    cases: Vec<Case>,
+    cases: Vec<RandomCall>,
     seed: u64,
 }
 
@@ -108,7 +108,7 @@ fn communicator(pool: &Pool, options: &Options, first_epoch: u32) -> Result<Comm
 
 /// The program of a number with its calls, if the check passes it.
 fn work(seed: u64, number: u64, world: u32) -> Option<Work> {
-    let kind = if number.is_multiple_of(4) { Kind::Mistaken } else { Kind::Right };
+    let kind = if number.is_multiple_of(4) { ProgramKind::Mistaken } else { ProgramKind::Right };
     let (_, plan) = program(seed, number, Some(world), Some(kind));
     let algorithm = Algorithm::from_plan(plan).ok()?;
     let checked = algorithm.plan().expect("made of a plan");
@@ -189,7 +189,7 @@ impl Random<'_> {
     fn call(
         &mut self,
         work: &Work,
-        case: &Case,
+        case: &RandomCall,
         (data, wanted): (&[Vec<u8>], &[Vec<u8>]),
         nth: usize,
         captured: bool,
@@ -202,7 +202,7 @@ impl Random<'_> {
         let (from, to) = self.places(checked, case, is_in_place, nth);
         let size = case.dtype.size();
         let (input, wanted) = (&data[of_plan as usize], &wanted[of_plan as usize]);
-        let Case { count, dtype, op, root, .. } = *case;
+        let RandomCall { count, dtype, op, root, .. } = *case;
         let run = |comm: &Communicator, stream: &Stream| {
             let (to, from) = (to as *mut u8, from as *const u8);
             // SAFETY: both ranges lie in blocks with room for them, which nothing else uses.
@@ -223,9 +223,9 @@ impl Random<'_> {
                 let once = || run(&self.comm, &self.stream);
                 let in_place = case.in_place.contains(&true);
                 let captured = if in_place {
-                    Graph::capture(self.pool, self.stream, once)
+                    CallGraph::capture(self.pool, self.stream, once)
                 } else {
-                    Graph::capture(self.pool, self.stream, twice)
+                    CallGraph::capture(self.pool, self.stream, twice)
                 };
                 Some(captured?)
             }
@@ -278,7 +278,13 @@ impl Random<'_> {
     }
 
     /// Where a call's input and output begin.
-    fn places(&self, checked: &CheckedPlan, case: &Case, in_place: bool, nth: usize) -> (u64, u64) {
+    fn places(
+        &self,
+        checked: &CheckedPlan,
+        case: &RandomCall,
+        in_place: bool,
+        nth: usize,
+    ) -> (u64, u64) {
         let size = case.dtype.size() as u64;
         let needs_windows = checked.needs_input_window() || checked.needs_output_window();
         let [one, two] =
@@ -296,7 +302,7 @@ impl Random<'_> {
         }
     }
 
-    fn report(&mut self, work: &Work, case: &Case, why: &str) {
+    fn report(&mut self, work: &Work, case: &RandomCall, why: &str) {
         self.wrong += 1;
         if self.wrong < 6 {
             let (rank, number) = (self.pool.rank(), work.number);

@@ -7,7 +7,7 @@ use symmpool_collectives::{
     StandardCollective, checked_reduce_scatters,
 };
 
-use crate::cuda::{Graph, download, stream, upload};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::oracle::{differs, input, random, reduce};
 use crate::{ORDINARY, Options};
 
@@ -167,7 +167,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                             }
                         })
                     };
-                    let graph = Graph::capture(pool, stream, || call(&stream))?;
+                    let graph = CallGraph::capture(pool, stream, || call(&stream))?;
                     for in_graph in [false, true] {
                         let seed = |at: usize| random(number, 2 * at as u64 + u64::from(in_graph));
                         for (at, case) in both.iter().enumerate() {

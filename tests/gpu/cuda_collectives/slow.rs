@@ -10,7 +10,7 @@ use symmpool_collectives::{
 };
 
 use crate::Options;
-use crate::cuda::{Graph, stream, upload};
+use crate::cuda::{CallGraph, stream, upload};
 use crate::matrix::{Matrix, bytes};
 use crate::oracle::{finite, random, reduce};
 use crate::tools::Tools;
@@ -282,7 +282,7 @@ impl<'a> Slow<'a> {
                 self.consume(&what, &comm, SHORT, wanted, call)?;
                 continue;
             }
-            let capture = |nth| Graph::capture(self.pool, self.stream, || call(self, nth));
+            let capture = |nth| CallGraph::capture(self.pool, self.stream, || call(self, nth));
             let graphs = [capture(0)?, capture(1)?];
             self.consume(&what, &comm, SHORT, wanted, |of, nth| {
                 graphs[nth].launch(of.pool, of.stream)

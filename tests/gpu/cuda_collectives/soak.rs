@@ -18,7 +18,7 @@ use symmpool_collectives::{
 };
 
 use crate::Options;
-use crate::cuda::{Graph, stream, upload};
+use crate::cuda::{CallGraph, stream, upload};
 use crate::matrix::{Matrix, bytes};
 use crate::oracle::{finite, random, reduce};
 use crate::tools::Tools;
@@ -104,8 +104,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
 }
 
 /// A graph, and how many of its calls are for experts.
-struct Recorded {
-    graph: Graph,
+struct SoakGraph {
+    graph: CallGraph,
     routed: u64,
 }
 
@@ -263,11 +263,11 @@ impl Soak<'_> {
 
     /// Captures graphs of all-reduces and calls for experts, each compared inside the graph, and of all-to-alls, whose
     /// splits are read from one place.
-    fn graphs(&mut self) -> Result<Vec<Recorded>> {
+    fn graphs(&mut self) -> Result<Vec<SoakGraph>> {
         let seed = random(self.options.seed, 1 << 50);
         let make = |nth: u64| {
             let mut routed = 0;
-            let graph = Graph::capture(self.pool, self.stream, || {
+            let graph = CallGraph::capture(self.pool, self.stream, || {
                 for pair in 0..PAIRS {
                     let number = random(seed, nth * PAIRS + pair);
                     let which = (nth + pair) as usize % self.comms.len();
@@ -284,19 +284,19 @@ impl Soak<'_> {
                 }
                 Ok(())
             })?;
-            Ok(Recorded { graph, routed })
+            Ok(SoakGraph { graph, routed })
         };
-        let graphs: Result<Vec<Recorded>> = (0..GRAPHS).map(make).collect();
+        let graphs: Result<Vec<SoakGraph>> = (0..GRAPHS).map(make).collect();
         // The calls were captured and not made.
         (self.calls, self.checked) = ([0; 4], 0);
         graphs
     }
 
     /// Launches a graph, and compares the output of its last all-to-all. Returns how many calls it made.
-    fn replay(&mut self, graphs: &[Recorded], call: u64, number: u64) -> Result<u64> {
+    fn replay(&mut self, graphs: &[SoakGraph], call: u64, number: u64) -> Result<u64> {
         let (pool, stream) = (self.pool, self.stream);
         let nth = (number >> 24) % GRAPHS;
-        let (Recorded { graph, routed }, equal) =
+        let (SoakGraph { graph, routed }, equal) =
             (&graphs[nth as usize], u64::from(has_equal(nth)));
         let mut calls = PAIRS + routed;
         match &mut self.exchanges {

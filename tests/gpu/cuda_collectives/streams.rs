@@ -10,7 +10,7 @@ use symmpool_collectives::{
 };
 
 use crate::Options;
-use crate::cuda::{Graph, stream, upload};
+use crate::cuda::{CallGraph, stream, upload};
 use crate::oracle::{finite, random, reduce};
 use crate::tools::Tools;
 
@@ -44,7 +44,7 @@ enum How {
 }
 
 /// One communicator with its stream and buffers.
-struct Lane {
+struct CommunicatorStream {
     comm: Communicator,
     stream: Stream,
     /// The stream on which its last call's result is compared.
@@ -58,10 +58,10 @@ struct Lane {
     splits: Block<i64>,
 }
 
-struct Streams<'a> {
+struct StreamChecks<'a> {
     pool: &'a Pool,
     tools: Tools<'a>,
-    lanes: Vec<Lane>,
+    lanes: Vec<CommunicatorStream>,
     /// Bytes that every rank sends to each rank in all-to-alls.
     part: usize,
     cases: u64,
@@ -72,7 +72,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     let (mut cases, mut wrong) = (0, 0);
     for (rounds, most) in SIZES {
         // After a failure, the other sizes would only wait for timeouts.
-        let result = Streams::new(pool, options.seed, most).and_then(|mut streams| {
+        let result = StreamChecks::new(pool, options.seed, most).and_then(|mut streams| {
             let rounds = options.seldom(rounds, rounds / 10);
             // Loads all kernels first, one by one, as loading may wait for running kernels.
             streams.calls(options.seed, rounds, most, How::OneByOne)?;
@@ -109,7 +109,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     Ok((cases, wrong))
 }
 
-impl Lane {
+impl CommunicatorStream {
     /// Allocates memory; the caller commits the pool.
     fn new(pool: &Pool, most: usize, concurrent: Option<u32>) -> Result<Self> {
         let bytes = 2 * (most + SHIFTS);
@@ -130,13 +130,13 @@ impl Lane {
     }
 }
 
-impl<'a> Streams<'a> {
+impl<'a> StreamChecks<'a> {
     fn new(pool: &'a Pool, seed: u64, most: usize) -> Result<Self> {
         let (rank, world) = (pool.rank(), pool.world());
         // Ranks may give the same communicator different SM budgets.
         let concurrent = |lane| (lane == 0).then_some(LANES as u32 + rank % 3);
-        let lanes: Vec<Lane> = (0..LANES)
-            .map(|lane| Lane::new(pool, most, concurrent(lane)))
+        let lanes: Vec<CommunicatorStream> = (0..LANES)
+            .map(|lane| CommunicatorStream::new(pool, most, concurrent(lane)))
             .collect::<Result<_>>()?;
         pool.commit()?;
         let part = most / world as usize / 16 * 16;
@@ -161,7 +161,8 @@ impl<'a> Streams<'a> {
     /// An all-reduce whose size and shift depend on `number`, or an all-to-all.
     fn call(&mut self, lane: usize, name: u64, number: u64, most: usize) -> Result<()> {
         self.cases += 1;
-        let Lane { comm, stream, from, to, exchanged, wanted, splits, .. } = &self.lanes[lane];
+        let CommunicatorStream { comm, stream, from, to, exchanged, wanted, splits, .. } =
+            &self.lanes[lane];
         if (number >> 50).is_multiple_of(4) {
             let (to, null) = (exchanged.address() as *mut u8, std::ptr::null_mut());
             let (length, capacity) = (2 * most, 2 * most);
@@ -196,7 +197,7 @@ impl<'a> Streams<'a> {
 
     /// Compares what this rank sent to itself; it does not have the inputs of peers.
     fn compare_own(&self, lane: usize, name: u64) -> Result<()> {
-        let Lane { stream, from, exchanged, .. } = &self.lanes[lane];
+        let CommunicatorStream { stream, from, exchanged, .. } = &self.lanes[lane];
         let own = (self.pool.rank() as usize * self.part) as u64;
         let (got, sent) = (exchanged.address() + own, from.address() + own);
         self.tools.compare(got, sent, self.part, name, stream)
@@ -264,7 +265,7 @@ impl<'a> Streams<'a> {
             }
             self.call(0, 3000 + turn, number | REDUCES, most)?;
             self.lanes[0].stream = captured;
-            let graph = Graph::capture(self.pool, captured, || {
+            let graph = CallGraph::capture(self.pool, captured, || {
                 self.call(0, 4000 + turn, number | REDUCES, most)
             });
             // The output is another one than that compared on the other stream.
@@ -280,12 +281,12 @@ impl<'a> Streams<'a> {
     /// S2, S8: graphs of each communicator, and one of all, are launched without a pause on all streams.
     fn graphs(&mut self, seed: u64, launches: u64, most: usize) -> Result<()> {
         let pool = self.pool;
-        let mut captured: [Vec<Graph>; LANES] = std::array::from_fn(|_| Vec::new());
+        let mut captured: [Vec<CallGraph>; LANES] = std::array::from_fn(|_| Vec::new());
         for (lane, graphs) in captured.iter_mut().enumerate() {
             for nth in 0..GRAPHS as u64 {
                 let stream = self.lanes[lane].stream;
                 let number = random(seed ^ 22, 10 * lane as u64 + nth);
-                graphs.push(Graph::capture(pool, stream, || {
+                graphs.push(CallGraph::capture(pool, stream, || {
                     (0..3).try_for_each(|call| {
                         self.call(lane, 1000 + nth, random(number, call), most)
                     })
@@ -296,7 +297,7 @@ impl<'a> Streams<'a> {
         let usual: Vec<Stream> = self.lanes.iter().map(|lane| lane.stream).collect();
         let first = usual[0];
         self.lanes.iter_mut().for_each(|lane| lane.stream = first);
-        let of_all = Graph::capture(pool, first, || {
+        let of_all = CallGraph::capture(pool, first, || {
             (0..2 * LANES).try_for_each(|call| {
                 self.call(call % LANES, 2000, random(seed ^ 23, call as u64), most)
             })

@@ -12,7 +12,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Block, Error, Pool, Result, Stream};
 
 use crate::ORDINARY;
-use crate::cuda::{Handle, call, download, driver, upload};
+use crate::cuda::{ObjectHandle, call, download, driver, upload};
 
 const PTX: &CStr = cr#"
 .version 7.0
@@ -89,26 +89,27 @@ const NONE: u64 = u64::MAX;
 /// The kernels, loaded on a rank's device, and what they have found.
 pub(crate) struct Tools<'a> {
     pool: &'a Pool,
-    differences: Handle,
-    pause: Handle,
+    differences: ObjectHandle,
+    pause: ObjectHandle,
     found: Block<u64>,
 }
 
 impl<'a> Tools<'a> {
     /// Loads the kernels and runs each once, as loading code later might wait for running kernels.
     pub(crate) fn new(pool: &'a Pool) -> Result<Self> {
-        let (mut module, mut differences, mut pause): (Handle, Handle, Handle) = (0, 0, 0);
+        let (mut module, mut differences, mut pause): (ObjectHandle, ObjectHandle, ObjectHandle) =
+            (0, 0, 0);
         driver(pool).with_context(|| {
             let text = PTX.as_ptr();
-            call!("cuModuleLoadData"(&raw mut module => *mut Handle, text => *const c_char))?;
+            call!("cuModuleLoadData"(&raw mut module => *mut ObjectHandle, text => *const c_char))?;
             for (function, name) in [(&mut differences, c"differences"), (&mut pause, c"pause")] {
                 let name = name.as_ptr();
                 call!("cuModuleGetFunction"(
-                    &raw mut *function => *mut Handle, module => Handle, name => *const c_char))?;
+                    &raw mut *function => *mut ObjectHandle, module => ObjectHandle, name => *const c_char))?;
                 // The library's kernels have the same preference, so that none keeps another one from starting.
                 let (function, all_cache) = (*function, 0);
                 call!("cuFuncSetAttribute"(
-                    function => Handle, CARVEOUT => c_int, all_cache => c_int))?;
+                    function => ObjectHandle, CARVEOUT => c_int, all_cache => c_int))?;
             }
             Ok(())
         })?;
@@ -173,35 +174,35 @@ impl<'a> Tools<'a> {
 
     /// Copies between places of this device, on the stream.
     pub(crate) fn copy(&self, to: u64, from: u64, bytes: usize, stream: &Stream) -> Result<()> {
-        let raw = stream.raw() as Handle;
+        let raw = stream.raw() as ObjectHandle;
         driver(self.pool).with_context(|| {
             call!("cuMemcpyDtoDAsync_v2"(
-                to => u64, from => u64, bytes => usize, raw => Handle))
+                to => u64, from => u64, bytes => usize, raw => ObjectHandle))
         })
     }
 
     /// Fills with a byte, on the stream.
     pub(crate) fn fill(&self, at: u64, byte: u8, bytes: usize, stream: &Stream) -> Result<()> {
-        let raw = stream.raw() as Handle;
+        let raw = stream.raw() as ObjectHandle;
         driver(self.pool).with_context(
-            || call!("cuMemsetD8Async"(at => u64, byte => u8, bytes => usize, raw => Handle)),
+            || call!("cuMemsetD8Async"(at => u64, byte => u8, bytes => usize, raw => ObjectHandle)),
         )
     }
 
     fn launch(
         &self,
-        function: Handle,
+        function: ObjectHandle,
         (blocks, threads): (c_uint, c_uint),
         words: &[u64],
         stream: &Stream,
     ) -> Result<()> {
         let mut pointers: Vec<*const u64> = words.iter().map(std::ptr::from_ref).collect();
         let (parameters, extra) = (pointers.as_mut_ptr(), std::ptr::null_mut());
-        let (one, none, raw): (c_uint, c_uint, Handle) = (1, 0, stream.raw() as Handle);
+        let (one, none, raw): (c_uint, c_uint, ObjectHandle) = (1, 0, stream.raw() as ObjectHandle);
         driver(self.pool).with_context(|| {
             call!("cuLaunchKernel"(
-                function => Handle, blocks => c_uint, one => c_uint, one => c_uint,
-                threads => c_uint, one => c_uint, one => c_uint, none => c_uint, raw => Handle,
+                function => ObjectHandle, blocks => c_uint, one => c_uint, one => c_uint,
+                threads => c_uint, one => c_uint, one => c_uint, none => c_uint, raw => ObjectHandle,
                 parameters => *mut *const u64, extra => *mut *mut c_void))
         })
     }

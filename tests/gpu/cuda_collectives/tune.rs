@@ -7,14 +7,14 @@ use std::{fs, io};
 use symmpool_allocator::{Block, Error, Pool, Result};
 use symmpool_collectives::{AllReduceAlgorithm, DType};
 
-use crate::bench::{Bench, LONG_GRAPHS, Times, show};
+use crate::bench::{AlgorithmTimes, Bench, LONG_GRAPHS, show};
 use crate::cuda::driver;
 use crate::{ORDINARY, Options};
 
 #[path = "../../../collectives/src/algorithm/table_format.rs"]
 mod table_format;
 
-use table_format::{Row, TABLES_VERSION, Table, all_reduce};
+use table_format::{AlgorithmTable, TABLES_VERSION, TableRow, all_reduce};
 
 /// The best algorithm of a size is kept for the next size unless another one is faster by more than this fraction.
 const MARGIN: f64 = 0.02;
@@ -42,7 +42,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     for (dtype, lamport) in [(DType::Bf16, true), (DType::I32, false)] {
         for (blocks, windows) in [(&windows, true), (&other, false)] {
             let times = bench.measure(options, (&blocks.0, &blocks.1), dtype, &algorithms)?;
-            let new = fastest(&times).into_iter().map(|(up_to, algorithm)| Row {
+            let new = fastest(&times).into_iter().map(|(up_to, algorithm)| TableRow {
                 collective: all_reduce(),
                 world,
                 lamport: Some(lamport),
@@ -70,10 +70,10 @@ fn failed(path: &Path, error: &dyn std::fmt::Display) -> Error {
 }
 
 /// The table of the file, or a new one if there is no file.
-fn read(path: &Path, device: &str) -> Result<Table> {
-    let table: Table = match fs::read_to_string(path) {
+fn read(path: &Path, device: &str) -> Result<AlgorithmTable> {
+    let table: AlgorithmTable = match fs::read_to_string(path) {
         Ok(text) => serde_json::from_str(&text).map_err(|error| failed(path, &error))?,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Table {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => AlgorithmTable {
             symmpool_tables: TABLES_VERSION,
             devices: vec![device.to_owned()],
             rows: Vec::new(),
@@ -91,7 +91,7 @@ fn read(path: &Path, device: &str) -> Result<Table> {
 }
 
 /// The fastest algorithms, each with the largest size that it is the fastest for.
-fn fastest(times: &Times) -> Vec<(Option<u64>, String)> {
+fn fastest(times: &AlgorithmTimes) -> Vec<(Option<u64>, String)> {
     let mut rows: Vec<(Option<u64>, String)> = Vec::new();
     for (bytes, row) in times {
         let Some((best, us)) = row.iter().min_by(|a, b| a.1.total_cmp(&b.1)) else { continue };
@@ -111,8 +111,8 @@ fn fastest(times: &Times) -> Vec<(Option<u64>, String)> {
 }
 
 /// Replaces a group of rows, or adds it.
-fn replace(table: &mut Table, new: Vec<Row>) {
-    let group = |row: &Row| {
+fn replace(table: &mut AlgorithmTable, new: Vec<TableRow>) {
+    let group = |row: &TableRow| {
         (row.collective.clone(), row.world, row.lamport.map(|is| !is), row.windows.map(|is| !is))
     };
     let Some(which) = new.first().map(group) else { return };
@@ -122,7 +122,7 @@ fn replace(table: &mut Table, new: Vec<Row>) {
 }
 
 /// The text of the file, with one line for each row.
-fn text(table: &Table) -> String {
+fn text(table: &AlgorithmTable) -> String {
     let plain = |value: serde_json::Result<String>| value.expect("plain data");
     let rows: Vec<String> =
         table.rows.iter().map(|row| format!("    {}", plain(serde_json::to_string(row)))).collect();
@@ -139,7 +139,7 @@ fn text(table: &Table) -> String {
 mod tests {
     use super::*;
 
-    fn times(of: &[(u64, f64, f64)]) -> Times {
+    fn times(of: &[(u64, f64, f64)]) -> AlgorithmTimes {
         of.iter()
             .map(|(bytes, one, two)| (*bytes, vec![("one".into(), *one), ("two".into(), *two)]))
             .collect()
@@ -152,7 +152,7 @@ mod tests {
         assert_eq!(fastest(&few), rows);
         let many = times(&[(1024, 1.0, 2.0), (ENDLESS, 9.0, 8.0)]);
         assert_eq!(fastest(&many)[1], (None, "two".to_owned()));
-        assert_eq!(fastest(&Times::new()), []);
+        assert_eq!(fastest(&AlgorithmTimes::new()), []);
     }
 
     #[test]
@@ -161,7 +161,7 @@ mod tests {
         let held = fs::read_to_string(&path).unwrap();
         let mut table = read(&path, "NVIDIA H200").unwrap();
         assert_eq!(text(&table), held);
-        let row = |world, up_to| Row {
+        let row = |world, up_to| TableRow {
             collective: all_reduce(),
             world,
             lamport: Some(true),
@@ -176,11 +176,11 @@ mod tests {
         assert_eq!(table.rows.len(), before + 2);
         assert!(table.rows.windows(2).any(|pair| pair == [row(3, Some(9)), row(3, None)]));
         let group =
-            |of: &&Row| of.world == 4 && of.lamport == Some(true) && of.windows == Some(true);
+            |of: &&TableRow| of.world == 4 && of.lamport == Some(true) && of.windows == Some(true);
         let alike = table.rows.iter().filter(group).count();
         replace(&mut table, vec![row(4, None)]);
         assert_eq!(table.rows.len(), before + 2 + 1 - alike);
-        let again: Table = serde_json::from_str(&text(&table)).unwrap();
+        let again: AlgorithmTable = serde_json::from_str(&text(&table)).unwrap();
         assert_eq!(again, table);
         assert!(read(&path, "another").unwrap_err().is_invalid_argument());
         let none = read(Path::new("/nowhere/at/all.json"), "another").unwrap();

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// Imports of each file or room.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Graph(BTreeMap<String, BTreeSet<String>>);
+pub(crate) struct ImportGraph(BTreeMap<String, BTreeSet<String>>);
 
-impl Graph {
+impl ImportGraph {
     pub(crate) fn add(&mut self, from: &str, to: &str) {
         self.0.entry(from.to_owned()).or_default().insert(to.to_owned());
     }
@@ -71,14 +71,14 @@ impl Graph {
 
 /// The drawings of a document, by the folder that the line before each names: `<!-- arrows: FOLDER -->`. In a drawing
 /// `a, b <- c` means that `c` imports both, and `a + b` that they are one room.
-pub(crate) fn drawings(text: &str) -> BTreeMap<String, Graph> {
+pub(crate) fn drawings(text: &str) -> BTreeMap<String, ImportGraph> {
     let mut found = BTreeMap::new();
     for part in text.split("<!-- arrows: ").skip(1) {
         let (folder, rest) = part.split_once(" -->").expect("the end of a comment");
         let drawing =
             rest.trim_start().strip_prefix("```\n").expect("a drawing behind the comment");
         let (drawing, _) = drawing.split_once("```").expect("the end of a drawing");
-        let mut graph = Graph::default();
+        let mut graph = ImportGraph::default();
         for line in drawing.lines() {
             let groups: Vec<Vec<&str>> =
                 line.split("<-").map(|group| group.split(',').map(str::trim).collect()).collect();
@@ -97,7 +97,7 @@ pub(crate) fn drawings(text: &str) -> BTreeMap<String, Graph> {
 
 #[test]
 fn a_drawing_that_lacks_an_arrow_or_has_another_one_or_a_circle_is_found_out() {
-    let mut real = Graph::default();
+    let mut real = ImportGraph::default();
     for (from, to) in [("b", "a"), ("c", "b"), ("c", "a")] {
         real.add(from, to);
     }

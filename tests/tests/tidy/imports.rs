@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::arrows::{Graph, drawings};
+use crate::arrows::{ImportGraph, drawings};
 use crate::rust_imports::Crate;
 use crate::{name, python_imports, read, root};
 
@@ -26,8 +26,8 @@ fn files(folder: &Path, end: &str) -> Vec<(String, String)> {
 }
 
 /// The arrows between kernels and their headers.
-fn kernels() -> Graph {
-    let mut graph = Graph::default();
+fn kernels() -> ImportGraph {
+    let mut graph = ImportGraph::default();
     let folder = root().join("collectives/kernels");
     let beside = files(&root().join("collectives/src/cuda"), ".cu");
     for (file, text) in [".cu", ".cuh"].iter().flat_map(|end| files(&folder, end)).chain(beside) {
@@ -41,7 +41,7 @@ fn kernels() -> Graph {
     graph
 }
 
-fn python() -> Graph {
+fn python() -> ImportGraph {
     let modules: Vec<_> = files(&root().join("python/symmpool"), ".py")
         .into_iter()
         .map(|(file, text)| {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::arrows::Graph;
+use crate::arrows::ImportGraph;
 
 /// A text's logical lines, without comments and strings.
 fn lines(text: &str) -> Vec<String> {
@@ -101,11 +101,11 @@ fn imported(
 }
 
 /// The arrows between modules, of each one's name, whether it is a package, and its text.
-pub(crate) fn arrows(modules: &[(String, bool, String)]) -> Graph {
+pub(crate) fn arrows(modules: &[(String, bool, String)]) -> ImportGraph {
     let native = "symmpool._symmpool".to_owned();
     let all: BTreeSet<String> =
         modules.iter().map(|(name, ..)| name.clone()).chain([native]).collect();
-    let mut graph = Graph::default();
+    let mut graph = ImportGraph::default();
     for (name, is_package, text) in modules {
         for other in imported(name, *is_package, text, &all) {
             graph.add(name, &other);

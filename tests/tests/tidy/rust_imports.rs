@@ -6,13 +6,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use crate::arrows::Graph;
+use crate::arrows::ImportGraph;
 
-type Name = Vec<String>;
+type PathSegments = Vec<String>;
 
 /// A path of a `use`, and the name that it gives.
-struct Use {
-    path: Name,
+struct UsePath {
+    path: PathSegments,
     name: String,
     exported: bool,
 }
@@ -21,13 +21,13 @@ struct Use {
 #[derive(Default)]
 struct Module {
     children: Vec<String>,
-    uses: Vec<Use>,
-    paths: Vec<Name>,
+    uses: Vec<UsePath>,
+    paths: Vec<PathSegments>,
     defined: BTreeSet<String>,
 }
 
 /// A crate's modules by name; the crate's own name is empty.
-pub(crate) struct Crate(BTreeMap<Name, Module>);
+pub(crate) struct Crate(BTreeMap<PathSegments, Module>);
 
 impl Crate {
     /// Reads the modules of the crate whose `lib.rs` is in a folder.
@@ -46,7 +46,7 @@ impl Crate {
 
     /// The modules that are reached from the root, whose texts are given by name.
     fn of(text: &dyn Fn(&[String]) -> String) -> Self {
-        let (mut found, mut open) = (BTreeMap::new(), vec![Name::new()]);
+        let (mut found, mut open) = (BTreeMap::new(), vec![PathSegments::new()]);
         while let Some(name) = open.pop() {
             let module = parse(&tokens(&text(&name)), &name);
             open.extend(module.children.iter().map(|child| joined(&name, [child.clone()])));
@@ -56,7 +56,7 @@ impl Crate {
     }
 
     /// The module that defines what a path from the root names.
-    fn find(&self, path: &[String], depth: usize) -> Option<&Name> {
+    fn find(&self, path: &[String], depth: usize) -> Option<&PathSegments> {
         let lengths = (0..=path.len()).rev();
         let (length, (name, module)) =
             lengths.filter_map(|at| Some((at, self.0.get_key_value(&path[..at])?))).next()?;
@@ -79,8 +79,8 @@ impl Crate {
     }
 
     /// The arrows from module to module; the root has none.
-    pub(crate) fn arrows(&self) -> Graph {
-        let mut graph = Graph::default();
+    pub(crate) fn arrows(&self) -> ImportGraph {
+        let mut graph = ImportGraph::default();
         for (name, module) in &self.0 {
             let uses = module.uses.iter().filter(|each| !each.exported).map(|each| &each.path);
             for path in uses.chain(&module.paths) {
@@ -103,7 +103,7 @@ impl Module {
     }
 }
 
-fn joined(name: &[String], rest: impl IntoIterator<Item = String>) -> Name {
+fn joined(name: &[String], rest: impl IntoIterator<Item = String>) -> PathSegments {
     name.iter().cloned().chain(rest).collect()
 }
 
@@ -272,7 +272,7 @@ fn uses(
     before: &[String],
     exported: bool,
     here: &[String],
-    found: &mut Vec<Use>,
+    found: &mut Vec<UsePath>,
 ) {
     let mut path = before.to_vec();
     let mut name = None;
@@ -309,12 +309,12 @@ fn uses(
     }
     let of_child = exported.then(|| joined(here, path.clone()));
     if let Some(path) = absolute(&path, here).or(of_child) {
-        found.push(Use { path, name, exported });
+        found.push(UsePath { path, name, exported });
     }
 }
 
 /// A path from the root, of one that begins with `crate`, `super` or `self`.
-fn absolute(path: &[String], here: &[String]) -> Option<Name> {
+fn absolute(path: &[String], here: &[String]) -> Option<PathSegments> {
     let ups = path.iter().take_while(|part| *part == "super").count();
     match path.first()?.as_str() {
         "crate" => Some(path[1..].to_vec()),

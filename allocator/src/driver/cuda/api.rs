@@ -24,14 +24,14 @@ pub(super) type RawHandle = usize;
 /// A `CUresult`.
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Code(pub(super) c_uint);
+pub(super) struct CudaResult(pub(super) c_uint);
 
 /// Declares the table of functions and how it is filled.
 macro_rules! functions {
     ($($field:ident = $symbol:ident($($argument:ty),*);)*) => {
         /// The driver's entry points. Fields are named after the functions.
         pub(super) struct DriverApi {
-            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> Code,)*
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> CudaResult,)*
         }
 
         impl DriverApi {
@@ -47,7 +47,7 @@ macro_rules! functions {
                     // function, and the type is that function's in the CUDA 12.4 headers (driver
                     // symbols never change type; a changed function gets a new suffix).
                     let found = unsafe {
-                        library.get::<unsafe extern "C" fn($($argument),*) -> Code>(
+                        library.get::<unsafe extern "C" fn($($argument),*) -> CudaResult>(
                             concat!(stringify!($symbol), "\0").as_bytes(),
                         )
                     };
@@ -68,8 +68,8 @@ macro_rules! functions {
 functions! {
     init = cuInit(c_uint);
     driver_version = cuDriverGetVersion(*mut c_int);
-    error_name = cuGetErrorName(Code, *mut *const c_char);
-    error_string = cuGetErrorString(Code, *mut *const c_char);
+    error_name = cuGetErrorName(CudaResult, *mut *const c_char);
+    error_string = cuGetErrorString(CudaResult, *mut *const c_char);
     device_count = cuDeviceGetCount(*mut c_int);
     device_get = cuDeviceGet(*mut c_int, c_int);
     device_name = cuDeviceGetName(*mut c_char, c_int, c_int);
@@ -212,7 +212,7 @@ impl DriverApi {
     }
 
     /// Turns the result of `cuInit` into an error.
-    fn started(&self, code: Code) -> Result<()> {
+    fn started(&self, code: CudaResult) -> Result<()> {
         use sys::cudaError_enum as e;
         let text = self.describe(code);
         match code.0 {
@@ -239,7 +239,7 @@ impl DriverApi {
     }
 
     /// A result code as people look it up: `CUDA_ERROR_INVALID_VALUE (1): invalid argument`.
-    pub(super) fn describe(&self, code: Code) -> String {
+    pub(super) fn describe(&self, code: CudaResult) -> String {
         let name = lookup(code, self.error_name);
         let text = lookup(code, self.error_string);
         let name = name.unwrap_or_else(|| "unknown CUDA error".to_owned());
@@ -250,7 +250,7 @@ impl DriverApi {
     }
 
     /// Success, or an error of the kind that `code` stands for, about `what` was being done.
-    pub(super) fn check(&self, code: Code, what: impl FnOnce() -> String) -> Result<()> {
+    pub(super) fn check(&self, code: CudaResult, what: impl FnOnce() -> String) -> Result<()> {
         use sys::cudaError_enum as e;
         if code.0 == 0 {
             return Ok(());
@@ -275,7 +275,7 @@ impl DriverApi {
     }
 }
 
-impl Code {
+impl CudaResult {
     pub(super) fn is_out_of_memory(self) -> bool {
         self.0 == sys::cudaError_enum::CUDA_ERROR_OUT_OF_MEMORY as c_uint
     }
@@ -309,8 +309,8 @@ pub(super) fn function(name: &str) -> Result<NonNull<c_void>> {
 
 /// Asks the driver for the name or the text of a code; `None` where it knows none.
 fn lookup(
-    code: Code,
-    ask: unsafe extern "C" fn(Code, *mut *const c_char) -> Code,
+    code: CudaResult,
+    ask: unsafe extern "C" fn(CudaResult, *mut *const c_char) -> CudaResult,
 ) -> Option<String> {
     let mut text: *const c_char = std::ptr::null();
     // SAFETY: the function writes one pointer through its second argument, which is valid.

@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
 use cudarc::driver::sys;
 
-use super::api::{AllocationProp, Code, DriverApi, FABRIC_HANDLE_BYTES};
+use super::api::{AllocationProp, CudaResult, DriverApi, FABRIC_HANDLE_BYTES};
 use crate::byte_size::ByteSize;
 use crate::{Error, Result};
 
@@ -121,7 +121,7 @@ pub(super) fn import_fabric(
     imported(api, code, handle, bytes)
 }
 
-fn imported(api: &DriverApi, code: Code, handle: u64, bytes: u64) -> Result<u64> {
+fn imported(api: &DriverApi, code: CudaResult, handle: u64, bytes: u64) -> Result<u64> {
     api.check(code, || {
         format!(
             "importing {bytes} bytes of a peer's memory (the handle must come from CUDA, and the \

@@ -30,7 +30,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use self::api::{AllocationProp, Code, DriverApi};
+use self::api::{AllocationProp, CudaResult, DriverApi};
 use self::context::Context;
 pub use self::probe::{CudaFacts, Fabric};
 use self::stream::CaptureId;
@@ -163,7 +163,7 @@ impl CudaDriver {
 
     /// Success, or an error of the kind that the `CUresult` stands for, about `what` was done.
     pub fn check(code: u32, what: impl FnOnce() -> String) -> Result<()> {
-        DriverApi::get()?.check(Code(code), what)
+        DriverApi::get()?.check(CudaResult(code), what)
     }
 
     /// The handle of a stream, a `CUstream`; `is_invalid_argument` for one of no device

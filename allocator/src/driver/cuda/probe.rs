@@ -139,22 +139,22 @@ pub(super) fn probe(
 
 /// A kind of allocation: how it can be exported, and whether a network card may reach it.
 #[derive(Clone, Copy, Debug)]
-struct Kind {
+struct AllocationKind {
     handle_types: c_uint,
     rdma: bool,
 }
 
 /// The kinds that a device claims to make and other processes can map, in the order in which they are tried:
 /// FABRIC before plain descriptors, and each of them first with network access, then without.
-fn kinds(posix_fd: bool, fabric: bool, rdma: bool) -> Vec<Kind> {
+fn kinds(posix_fd: bool, fabric: bool, rdma: bool) -> Vec<AllocationKind> {
     let plain = if posix_fd { POSIX_FD } else { 0 };
     let mut kinds = Vec::new();
     for handle_types in [fabric.then_some(plain | FABRIC), posix_fd.then_some(plain)] {
         let Some(handle_types) = handle_types else { continue };
         if rdma {
-            kinds.push(Kind { handle_types, rdma: true });
+            kinds.push(AllocationKind { handle_types, rdma: true });
         }
-        kinds.push(Kind { handle_types, rdma: false });
+        kinds.push(AllocationKind { handle_types, rdma: false });
     }
     kinds
 }
@@ -168,10 +168,15 @@ struct Found {
 }
 
 /// Tries one kind after the other, until the device makes and exports one.
-fn first_granted(context: &Context, kinds: &[Kind], ordinal: u32, name: &str) -> Result<Found> {
+fn first_granted(
+    context: &Context,
+    kinds: &[AllocationKind],
+    ordinal: u32,
+    name: &str,
+) -> Result<Found> {
     let mut fabric = Fabric::NotAdvertised;
     let mut refusals = Vec::new();
-    for &Kind { handle_types, rdma } in kinds {
+    for &AllocationKind { handle_types, rdma } in kinds {
         let with_fabric = handle_types & FABRIC != 0;
         let prop = AllocationProp::pinned(context.device, handle_types, rdma);
         match attempt(context.api, &prop) {

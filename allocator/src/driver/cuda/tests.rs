@@ -175,7 +175,7 @@ fn events_order_streams_without_the_host() {
 }
 
 /// Makes calls on an emulated device stop until a test lets them go on.
-struct Emulated {
+struct EmulatedDriver {
     stop: unsafe extern "C" fn(c_int, c_int) -> c_int,
     stopped: unsafe extern "C" fn(c_int) -> c_int,
 }
@@ -183,7 +183,7 @@ struct Emulated {
 const MAP: c_int = 0;
 const SYNCHRONIZE: c_int = 1;
 
-impl Emulated {
+impl EmulatedDriver {
     /// `None` on real devices, and without any.
     fn find() -> Option<Self> {
         let (Ok(stop), Ok(stopped)) =
@@ -227,7 +227,7 @@ impl Emulated {
 /// Rule D7: while CUDA maps for one thread, others make, map, hand over and give back memory.
 #[test]
 fn d7_memory_is_made_and_mapped_while_another_thread_maps() {
-    let Some(emulated) = Emulated::find() else { return };
+    let Some(emulated) = EmulatedDriver::find() else { return };
     // A device of this test's own, so that no other test's calls stop.
     let driver = CudaDriver::new(6).unwrap();
     let granule = driver.granularity();
@@ -260,7 +260,7 @@ fn d7_memory_is_made_and_mapped_while_another_thread_maps() {
 
 #[test]
 fn a_device_that_does_not_finish_is_waited_for_until_the_deadline() {
-    let Some(emulated) = Emulated::find() else { return };
+    let Some(emulated) = EmulatedDriver::find() else { return };
     let driver = CudaDriver::new(7).unwrap();
     emulated.stop(SYNCHRONIZE, 7);
     let started = Instant::now();

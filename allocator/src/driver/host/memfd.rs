@@ -26,7 +26,7 @@ const STEP: u64 = 1 << 30;
 pub(super) fn create(
     bytes: u64,
     options: &HostOptions,
-) -> Result<(OwnedFd, Option<scratch::Mapping>)> {
+) -> Result<(OwnedFd, Option<scratch::ScratchMapping>)> {
     let fd = create_lazily(bytes, options)?;
     let committed = if options.populate { commit(fd.as_fd(), bytes, options)? } else { None };
     Ok((fd, committed))
@@ -63,10 +63,10 @@ fn commit(
     fd: BorrowedFd<'_>,
     bytes: u64,
     options: &HostOptions,
-) -> Result<Option<scratch::Mapping>> {
+) -> Result<Option<scratch::ScratchMapping>> {
     // Through a mapping, because only a mapping can ask for huge pages. If there are not enough
     // addresses for one, the pages are small but just as committed.
-    let mapping = scratch::Mapping::new(fd, bytes, options.huge_pages).ok();
+    let mapping = scratch::ScratchMapping::new(fd, bytes, options.huge_pages).ok();
     let mut done = 0;
     while done < bytes {
         let step = STEP.min(bytes - done);

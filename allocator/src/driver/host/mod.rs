@@ -63,21 +63,21 @@ pub struct HostDriver {
     options: HostOptions,
     mappings: Mappings,
     /// Not locked during a system call that maps, which may take long (rule D7).
-    segments: Mutex<BTreeMap<u64, Segment>>,
+    segments: Mutex<BTreeMap<u64, HostSegment>>,
 }
 
 #[derive(Debug)]
-struct Segment {
+struct HostSegment {
     fd: Arc<OwnedFd>,
     bytes: u64,
     /// Whether mappings have their pages from the beginning: of what this driver has made, and not lazily.
     prefault: bool,
     /// The mapping through which a segment of our own was committed, until the first mapping in a reservation
     /// takes over its page tables: filling those is a third of the cost of new memory.
-    committed: Option<scratch::Mapping>,
+    committed: Option<scratch::ScratchMapping>,
 }
 
-impl Segment {
+impl HostSegment {
     /// Returns what its next mapping needs.
     fn mappable(&mut self) -> Mappable {
         let Self { fd, bytes, prefault, committed } = self;
@@ -91,7 +91,7 @@ struct Mappable {
     fd: Arc<OwnedFd>,
     bytes: u64,
     prefault: bool,
-    committed: Option<scratch::Mapping>,
+    committed: Option<scratch::ScratchMapping>,
 }
 
 impl Mappable {
@@ -120,9 +120,9 @@ impl Mappable {
 }
 
 fn find<'a>(
-    segments: &'a mut BTreeMap<u64, Segment>,
+    segments: &'a mut BTreeMap<u64, HostSegment>,
     physical: &Physical,
-) -> Result<&'a mut Segment> {
+) -> Result<&'a mut HostSegment> {
     let found = segments.get_mut(&physical.raw());
     found.filter(|segment| segment.bytes == physical.bytes()).ok_or_else(|| {
         Error::invalid_argument(format!(
@@ -148,7 +148,7 @@ impl HostDriver {
         Ok(Self { options, mappings, segments })
     }
 
-    fn keep(&self, segment: Segment) -> Physical {
+    fn keep(&self, segment: HostSegment) -> Physical {
         // Descriptors are small and not negative, and no two open ones are equal.
         // SAFETY: the segment is this driver's, and comes here once.
         let physical = unsafe { Physical::new(segment.fd.as_raw_fd() as u64, segment.bytes) };
@@ -200,20 +200,20 @@ unsafe impl MemoryDriver for HostDriver {
     fn create(&self, bytes: u64) -> Result<Physical> {
         check_size("a segment", bytes, GRANULARITY)?;
         let (fd, committed) = memfd::create(bytes, &self.options)?;
-        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: true, committed }))
+        Ok(self.keep(HostSegment { fd: Arc::new(fd), bytes, prefault: true, committed }))
     }
 
     fn create_lazily(&self, bytes: u64) -> Result<Physical> {
         check_size("a segment", bytes, GRANULARITY)?;
         let fd = memfd::create_lazily(bytes, &self.options)?;
-        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
+        Ok(self.keep(HostSegment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
     }
 
     fn create_sparsely(&self, bytes: u64) -> Result<Physical> {
         check_size("a segment", bytes, GRANULARITY)?;
         let unchecked = HostOptions { check_available: false, ..self.options };
         let fd = memfd::create_lazily(bytes, &unchecked)?;
-        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
+        Ok(self.keep(HostSegment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
     }
 
     fn export(&self, physical: &Physical) -> Result<Exported> {
@@ -230,7 +230,7 @@ unsafe impl MemoryDriver for HostDriver {
             ));
         };
         let fd = memfd::import(fd, bytes)?;
-        Ok(self.keep(Segment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
+        Ok(self.keep(HostSegment { fd: Arc::new(fd), bytes, prefault: false, committed: None }))
     }
 
     fn map(&self, reservation: &Reservation, offset: u64, physical: &Physical) -> Result<()> {

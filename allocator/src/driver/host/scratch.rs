@@ -13,12 +13,12 @@ use crate::Result;
 
 /// Owns its address range, which is unmapped when this is dropped.
 #[derive(Debug)]
-pub(super) struct Mapping {
+pub(super) struct ScratchMapping {
     base: u64,
     bytes: u64,
 }
 
-impl Mapping {
+impl ScratchMapping {
     /// Maps the first `bytes` of `fd`, which is at least that long and cannot shrink.
     pub(super) fn new(fd: BorrowedFd<'_>, bytes: u64, huge_pages: bool) -> Result<Self> {
         // From here on dropping gives the range back.
@@ -55,7 +55,7 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for ScratchMapping {
     fn drop(&mut self) {
         // SAFETY: `new` reserved the range, and its address never left this struct.
         if let Err(error) = unsafe { space::unreserve(self.base, self.bytes) } {

@@ -48,7 +48,7 @@ struct State {
     random: SplitMix64,
     mappings: Mappings<Runs>,
     /// Our own segments that are not yet released, or mapped still.
-    segments: BTreeMap<u64, Segment>,
+    segments: BTreeMap<u64, SimSegment>,
     /// Where our own segments are mapped.
     places: BTreeMap<u64, u64>,
     created: u64,
@@ -57,7 +57,7 @@ struct State {
 }
 
 #[derive(Debug)]
-struct Segment {
+struct SimSegment {
     bytes: u64,
     mappings: u64,
     released: bool,
@@ -106,7 +106,7 @@ impl SimDriver {
 }
 
 impl State {
-    fn own(&mut self, physical: &Physical) -> Result<&mut Segment> {
+    fn own(&mut self, physical: &Physical) -> Result<&mut SimSegment> {
         let (raw, bytes) = (physical.raw(), physical.bytes());
         self.segments
             .get_mut(&raw)
@@ -189,7 +189,7 @@ unsafe impl MemoryDriver for SimDriver {
         state.used += bytes;
         state.created += 1;
         let raw = state.created;
-        state.segments.insert(raw, Segment { bytes, mappings: 0, released: false });
+        state.segments.insert(raw, SimSegment { bytes, mappings: 0, released: false });
         // SAFETY: there is no memory, and the number is new.
         Ok(unsafe { Physical::new(raw, bytes) })
     }

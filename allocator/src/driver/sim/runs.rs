@@ -14,14 +14,14 @@ const MAX_RUNS: usize = 64;
 
 /// `count >= 2` mappings of `bytes` each, at `start`, `start + stride`, …; `stride >= bytes`.
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct MappingRun {
     start: u64,
     bytes: u64,
     stride: u64,
     count: u64,
 }
 
-impl Run {
+impl MappingRun {
     /// The offset of the mapping after the last.
     fn next(&self) -> u64 {
         self.start + self.stride * self.count
@@ -52,7 +52,7 @@ impl Run {
 /// A set of ranges that do not overlap.
 #[derive(Debug, Default)]
 pub(super) struct Runs {
-    runs: Vec<Run>,
+    runs: Vec<MappingRun>,
     singles: BTreeMap<u64, u64>,
     /// The last single, which with its successor may begin a run.
     last: Option<u64>,
@@ -89,7 +89,7 @@ impl Ranges for Runs {
         {
             self.singles.remove(&start);
             self.last = None;
-            self.runs.push(Run { start, bytes, stride: offset - start, count: 2 });
+            self.runs.push(MappingRun { start, bytes, stride: offset - start, count: 2 });
             return;
         }
         self.singles.insert(offset, bytes);
@@ -120,7 +120,7 @@ impl Ranges for Runs {
 
 impl Runs {
     /// Puts back a part of a run that was split.
-    fn keep(&mut self, part: Run) {
+    fn keep(&mut self, part: MappingRun) {
         if part.count >= 2 && self.runs.len() < MAX_RUNS {
             self.runs.push(part);
         } else {

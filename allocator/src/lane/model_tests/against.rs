@@ -21,7 +21,7 @@ struct RequiredWait {
     since: usize,
 }
 
-struct Run {
+struct ComparedRun {
     lane: LaneState,
     naive: Naive,
     log: Log,
@@ -43,7 +43,7 @@ struct Run {
     limit: Option<u64>,
 }
 
-impl Run {
+impl ComparedRun {
     fn new((config, range, granularity): (LaneConfig, u64, u64)) -> Self {
         Self {
             naive: Naive::new(config.policy),
@@ -357,7 +357,7 @@ proptest! {
     // D2, D3, D4, D5, D6: placement, waits, deferred frees and segments, call by call.
     #[test]
     fn a_lane_does_the_same_as_the_model(lane in lane(), ops in ops(150)) {
-        let mut run = Run::new(lane);
+        let mut run = ComparedRun::new(lane);
         for op in ops {
             run.step(op, None);
         }
@@ -371,7 +371,7 @@ proptest! {
         lane in lane(),
         ops in prop::collection::vec((op(), prop::option::of(0_usize..3)), 1..120),
     ) {
-        let mut run = Run::new(lane);
+        let mut run = ComparedRun::new(lane);
         for (op, fail_after) in ops {
             run.step(op, fail_after);
         }

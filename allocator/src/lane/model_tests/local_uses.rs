@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::log::{LaneCall, Log};
-use super::ranks::Rank;
+use super::ranks::ModelRank;
 use super::script::{KIB, MIB, STREAMS, lane, ops};
 use crate::driver::Stream;
 use crate::lane::{AllocationRequest, BlockKey, LaneConfig, LaneState};
@@ -38,7 +38,7 @@ proptest! {
     // D1: a rank that records uses, and one that records none, are at the same places with the same digests.
     #[test]
     fn uses_change_no_place(lane in lane(), ops in ops(150), seed in any::<u64>()) {
-        let (mut plain, mut noting) = (Rank::new(seed, lane.clone()), Rank::new(seed, lane));
+        let (mut plain, mut noting) = (ModelRank::new(seed, lane.clone()), ModelRank::new(seed, lane));
         let mut random = SplitMix64::new(seed);
         for op in ops {
             for _ in 0..random.next() % 3 {

@@ -9,7 +9,7 @@ use crate::driver::Stream;
 use crate::lane::{AllocationRequest, BlockKey, Digest, LaneConfig, LaneState, NoBacking, Segment};
 
 /// One rank: a lane, its live blocks, and its own handles for the streams.
-pub(super) struct Rank {
+pub(super) struct ModelRank {
     pub(super) lane: LaneState,
     pub(super) live: Vec<BlockKey>,
     seed: u64,
@@ -24,7 +24,7 @@ pub(super) struct Seen {
     segments: Vec<Segment>,
 }
 
-impl Rank {
+impl ModelRank {
     pub(super) fn new(seed: u64, (config, range, granularity): (LaneConfig, u64, u64)) -> Self {
         let lane = LaneState::new(config, range, granularity).unwrap();
         Self { lane, live: Vec::new(), seed }
@@ -115,7 +115,7 @@ proptest! {
         let seen: Vec<Vec<Seen>> = thread::scope(|scope| {
             let (lane, ops) = (&lane, &ops);
             let run = |seed: u64| move || {
-                let mut rank = Rank::new(seed, lane.clone());
+                let mut rank = ModelRank::new(seed, lane.clone());
                 let calls = ops.iter().enumerate().map(|(step, &op)| {
                     if yields(seed, step) {
                         thread::yield_now();
@@ -146,7 +146,7 @@ proptest! {
         ],
     ) {
         let config = || (LaneConfig::symmetric("test"), 16 << 30, 2 * MIB);
-        let (mut good, mut bad) = (Rank::new(1, config()), Rank::new(2, config()));
+        let (mut good, mut bad) = (ModelRank::new(1, config()), ModelRank::new(2, config()));
         // Make every stream known last, so that another stream has another ordinal: those that the lane
         // has forgotten are new to it, and the first new one has the same ordinal whichever it is.
         let streams = (0..STREAMS).map(|stream| LaneOp::Alloc { bytes: KIB, align: 1, stream });

@@ -4,12 +4,12 @@ use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use super::ranks::Rank;
+use super::ranks::ModelRank;
 use super::script::{LaneOp, lane, op, ops};
 use crate::lane::{AgreedState, BlockState, BlockView, LaneConfig, LaneKind, NoBacking, Survivor};
 
 /// The first event that is not the same on all ranks.
-fn first_difference(ranks: &[Rank]) -> u64 {
+fn first_difference(ranks: &[ModelRank]) -> u64 {
     let kinds = |counter| ranks.iter().map(move |rank| rank.lane.event(counter).map(|e| e.kind));
     let same = |counter: &u64| {
         let mut kinds = kinds(*counter);
@@ -20,13 +20,13 @@ fn first_difference(ranks: &[Rank]) -> u64 {
 }
 
 /// The state that the ranks return to, found as a pool does.
-fn agreed(ranks: &[Rank]) -> AgreedState {
+fn agreed(ranks: &[ModelRank]) -> AgreedState {
     let first = first_difference(ranks);
     let mut survivors = BTreeMap::<Survivor, usize>::new();
     for survivor in ranks.iter().flat_map(|rank| rank.lane.survivors(first)) {
         *survivors.entry(survivor).or_default() += 1;
     }
-    let most = |of: fn(&Rank) -> u64| ranks.iter().map(of).max().unwrap();
+    let most = |of: fn(&ModelRank) -> u64| ranks.iter().map(of).max().unwrap();
     AgreedState {
         first,
         counter: most(|rank| rank.lane.counter()),
@@ -38,7 +38,7 @@ fn agreed(ranks: &[Rank]) -> AgreedState {
 }
 
 /// Rolls one rank back, and checks what must hold on it whatever the others did.
-fn roll_back(rank: &mut Rank, agreed: &AgreedState) {
+fn roll_back(rank: &mut ModelRank, agreed: &AgreedState) {
     let strays = rank.live.extract_if(.., |key| key.counter >= agreed.first).collect::<Vec<_>>();
     assert_eq!(rank.lane.strays(agreed.first), strays.len() as u64);
     if !strays.is_empty() {
@@ -50,10 +50,10 @@ fn roll_back(rank: &mut Rank, agreed: &AgreedState) {
     for key in strays {
         rank.lane.free(key, None, &mut NoBacking).unwrap();
     }
-    let live = |rank: &Rank| -> Vec<BlockView> {
+    let live = |rank: &ModelRank| -> Vec<BlockView> {
         rank.lane.blocks().filter(|block| block.state == BlockState::Live).collect()
     };
-    let mapped = |rank: &Rank| {
+    let mapped = |rank: &ModelRank| {
         let live = rank.lane.segments().iter().copied();
         live.chain(rank.lane.retired()).collect::<Vec<_>>()
     };
@@ -72,8 +72,8 @@ fn roll_back(rank: &mut Rank, agreed: &AgreedState) {
 }
 
 /// Asserts that ranks are alike, except in who holds a block and who has freed it.
-fn assert_alike(ranks: &[Rank]) {
-    let of = |rank: &Rank| {
+fn assert_alike(ranks: &[ModelRank]) {
+    let of = |rank: &ModelRank| {
         let mut blocks: Vec<_> = rank.lane.blocks().collect();
         for block in &mut blocks {
             if block.state == BlockState::Deferred {
@@ -95,7 +95,7 @@ fn assert_alike(ranks: &[Rank]) {
 }
 
 /// Applies a commit to lanes. Returns how many blocks returned.
-fn commit(ranks: &mut [Rank], most: usize) -> usize {
+fn commit(ranks: &mut [ModelRank], most: usize) -> usize {
     let mut reports = BTreeMap::<u64, u32>::new();
     for counter in ranks.iter().flat_map(|rank| rank.lane.to_report(most)) {
         *reports.entry(counter).or_default() += 1;
@@ -132,9 +132,9 @@ proptest! {
     ) {
         // Local lanes take no part in a resync.
         let config = LaneConfig { kind: LaneKind::Symmetric, ..config.history(4096) };
-        let mut ranks: Vec<Rank> = (1..)
+        let mut ranks: Vec<ModelRank> = (1..)
             .zip(&apart)
-            .map(|(seed, _)| Rank::new(seed, (config.clone(), range, granularity)))
+            .map(|(seed, _)| ModelRank::new(seed, (config.clone(), range, granularity)))
             .collect();
         for rank in &mut ranks {
             before.iter().for_each(|op| drop(rank.call(*op)));

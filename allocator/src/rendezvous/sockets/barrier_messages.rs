@@ -3,7 +3,7 @@
 //! Such a message belongs to no round, so a rank may say something and leave again, and rounds go on as before. Packets of one rank
 //! keep their order: a message behind a packet of a round is heard in that round or after it.
 
-use super::packet::{self, BarrierMessage, BarrierStep, Peeked, Received, Sent};
+use super::packet::{self, BarrierMessage, BarrierStep, Peeked, ReceivedPacket, Sent};
 use super::{CLOSED, PeerSockets, closed, connected};
 use crate::rendezvous::message;
 use crate::{Error, Result};
@@ -61,7 +61,7 @@ impl PeerSockets {
         for (rank, socket) in connected(sockets) {
             while let Ok(Peeked::Frame(frame)) = buffer.peek(socket)
                 && BarrierMessage::read(rank, frame).is_some()
-                && let Ok(Received::Packet { frame, .. }) = buffer.receive(rank, socket)
+                && let Ok(ReceivedPacket::Packet { frame, .. }) = buffer.receive(rank, socket)
             {
                 barrier_messages
                     .extend(BarrierMessage::read(rank, frame).map(|message| (rank, message)));

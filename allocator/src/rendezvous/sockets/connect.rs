@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::packet::{self, Farewell, Introduction, PacketBuffer, Received, Sent};
+use super::packet::{self, Farewell, Introduction, PacketBuffer, ReceivedPacket, Sent};
 use super::{Ending, PeerSockets, Socket, at_most, closed, poll_for, read_ending, send_farewell};
 use crate::descriptors;
 use crate::fork::ProcessId;
@@ -259,15 +259,15 @@ impl<'a> Connecting<'a> {
         for _ in 0..self.callers.len() {
             let Some(caller) = self.callers.pop_front() else { break };
             let from = match self.buffer.receive(self.rank, &caller) {
-                Ok(Received::WouldBlock) => {
+                Ok(ReceivedPacket::WouldBlock) => {
                     self.callers.push_back(caller);
                     continue;
                 }
-                Ok(Received::Packet { frame, .. }) => {
+                Ok(ReceivedPacket::Packet { frame, .. }) => {
                     known_caller(frame, self.rank, &self.connections, self.secret)
                 }
                 // A probe, or a caller that left.
-                Ok(Received::Closed) => continue,
+                Ok(ReceivedPacket::Closed) => continue,
                 Err(_) => None,
             };
             let Some(from) = from else {
@@ -286,9 +286,9 @@ impl<'a> Connecting<'a> {
         for peer in 0..self.rank {
             let Connection::Dialled(socket) = &self.connections[peer as usize] else { continue };
             let frame = match self.buffer.receive(peer, socket)? {
-                Received::WouldBlock => continue,
-                Received::Closed => return Err(lost(peer)),
-                Received::Packet { frame, .. } => frame,
+                ReceivedPacket::WouldBlock => continue,
+                ReceivedPacket::Closed => return Err(lost(peer)),
+                ReceivedPacket::Packet { frame, .. } => frame,
             };
             let answer: Introduction = message::decode(peer, frame)?;
             if (answer.from, answer.to) != (peer, self.rank) || !answer.proven(self.secret) {

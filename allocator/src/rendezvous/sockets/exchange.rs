@@ -14,7 +14,7 @@ use crate::{Deadline, Error, Result};
 pub(crate) type OnReceive<'a> = dyn FnMut(u32, usize, Vec<OwnedFd>) -> Result<()> + 'a;
 
 /// An exchange in progress.
-struct Exchange<'a, 'b> {
+struct ExchangeUnderWay<'a, 'b> {
     rank: u32,
     round: u64,
     send: &'a [BorrowedFd<'a>],
@@ -61,14 +61,14 @@ impl PeerSockets {
         let (rank, frame) = (self.rank, Vec::new());
         // The kernel drops descriptors that arrive when the process is at its limit.
         make_room(expect.min(FDS_PER_PACKET));
-        let mut exchange = Exchange { rank, round, send, expect, on_receive, peers, frame };
+        let mut exchange = ExchangeUnderWay { rank, round, send, expect, on_receive, peers, frame };
         self.run_round(&mut exchange, || format!("exchanging handles (round {round})"), deadline)?;
         let failed = (0..).zip(&exchange.peers).filter(|(_, progress)| progress.sent_nothing);
         Ok(failed.map(|(peer, _)| peer).collect())
     }
 }
 
-impl Round for Exchange<'_, '_> {
+impl Round for ExchangeUnderWay<'_, '_> {
     type Packet = Descriptors;
 
     fn next(&mut self, peer: u32) -> Result<(&[u8], &[BorrowedFd<'_>])> {
@@ -109,7 +109,7 @@ impl Round for Exchange<'_, '_> {
     }
 }
 
-impl Exchange<'_, '_> {
+impl ExchangeUnderWay<'_, '_> {
     /// The descriptors that `peer` is sent next.
     fn batch(&self, peer: u32) -> &[BorrowedFd<'_>] {
         let rest = &self.send[self.peers[peer as usize].sent..];

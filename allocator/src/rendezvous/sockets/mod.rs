@@ -44,7 +44,7 @@ use crate::group::Interrupt;
 use crate::{Deadline, Error, Result};
 
 pub(crate) use connect::{Dial, Listener, dial, same_user};
-pub(crate) use packet::{BarrierMessage, BarrierStep, PacketBuffer, Received, Sent, send};
+pub(crate) use packet::{BarrierMessage, BarrierStep, PacketBuffer, ReceivedPacket, Sent, send};
 
 /// A connection, or what becomes one. Forked children do not inherit it: with a copy in a child, peers
 /// would not see that this process is gone.
@@ -226,13 +226,13 @@ enum Ending {
 fn read_ending(buffer: &mut PacketBuffer, rank: u32, socket: &OwnedFd) -> Ending {
     loop {
         match buffer.receive(rank, socket) {
-            Ok(Received::Packet { frame, .. }) => {
+            Ok(ReceivedPacket::Packet { frame, .. }) => {
                 if let Some(farewell) = Farewell::read(rank, frame) {
                     return Ending::Farewell(farewell);
                 }
             }
-            Ok(Received::WouldBlock) => return Ending::NotEnded,
-            Ok(Received::Closed) | Err(_) => return Ending::Silent,
+            Ok(ReceivedPacket::WouldBlock) => return Ending::NotEnded,
+            Ok(ReceivedPacket::Closed) | Err(_) => return Ending::Silent,
         }
     }
 }

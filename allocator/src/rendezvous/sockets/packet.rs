@@ -210,7 +210,7 @@ pub(crate) fn send(socket: &OwnedFd, frame: &[u8], fds: &[BorrowedFd<'_>]) -> Re
 
 /// Result of an attempt to receive.
 #[derive(Debug)]
-pub(crate) enum Received<'a> {
+pub(crate) enum ReceivedPacket<'a> {
     Packet {
         frame: &'a [u8],
         fds: Vec<OwnedFd>,
@@ -273,16 +273,16 @@ impl PacketBuffer {
     }
 
     /// Receives one packet of `rank`, without waiting. Descriptors are close-on-exec.
-    pub(crate) fn receive(&mut self, rank: u32, socket: &OwnedFd) -> Result<Received<'_>> {
+    pub(crate) fn receive(&mut self, rank: u32, socket: &OwnedFd) -> Result<ReceivedPacket<'_>> {
         let mut resets = 0;
         let ReceivedMessage { bytes, fds, flags } = loop {
             match receive_with_descriptors(socket, &mut self.0, RecvFlags::DONTWAIT) {
                 Ok(message) => break message,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => return Ok(Received::WouldBlock),
+                Err(Errno::AGAIN) => return Ok(ReceivedPacket::WouldBlock),
                 // Reported once, before what the peer had sent is read.
                 Err(Errno::CONNRESET) if resets == 0 => resets = 1,
-                Err(Errno::CONNRESET | Errno::NOTCONN) => return Ok(Received::Closed),
+                Err(Errno::CONNRESET | Errno::NOTCONN) => return Ok(ReceivedPacket::Closed),
                 Err(error) => {
                     let what = format!("receiving from rank {rank}");
                     return Err(Error::system(what, error));
@@ -303,9 +303,9 @@ impl PacketBuffer {
             .naming([rank]));
         }
         if bytes == 0 {
-            return Ok(Received::Closed);
+            return Ok(ReceivedPacket::Closed);
         }
-        Ok(Received::Packet { frame: &self.0[..bytes], fds })
+        Ok(ReceivedPacket::Packet { frame: &self.0[..bytes], fds })
     }
 }
 
@@ -339,16 +339,18 @@ mod tests {
     fn what_was_sent_before_closing_is_received() {
         let (a, b) = pair();
         let mut buffer = PacketBuffer::new();
-        assert!(matches!(buffer.receive(0, &a).unwrap(), Received::WouldBlock));
+        assert!(matches!(buffer.receive(0, &a).unwrap(), ReceivedPacket::WouldBlock));
         // Unread data at `b` makes the kernel report a reset to `a` before `b`'s own packet.
         assert_eq!(send(&a, b"unread", &[]).unwrap(), Sent::Yes);
         assert_eq!(send(&b, b"last", &[a.as_fd()]).unwrap(), Sent::Yes);
         drop(b);
         match buffer.receive(0, &a).unwrap() {
-            Received::Packet { frame, fds } => assert_eq!((frame, fds.len()), (&b"last"[..], 1)),
+            ReceivedPacket::Packet { frame, fds } => {
+                assert_eq!((frame, fds.len()), (&b"last"[..], 1))
+            }
             other => panic!("{other:?}"),
         }
-        assert!(matches!(buffer.receive(0, &a).unwrap(), Received::Closed));
+        assert!(matches!(buffer.receive(0, &a).unwrap(), ReceivedPacket::Closed));
         assert_eq!(send(&a, b"more", &[]).unwrap(), Sent::Closed);
     }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
-use super::packet::{self, BarrierMessage, Farewell, PacketBuffer, Received, Sent};
+use super::packet::{self, BarrierMessage, Farewell, PacketBuffer, ReceivedPacket, Sent};
 use super::{CLOSED, PeerSockets, RoundFault, at_most, connected, is_closed, poll_for};
 use crate::group::Interrupt;
 use crate::rendezvous::message::{self, Message};
@@ -48,7 +48,7 @@ pub(super) trait Round {
 }
 
 /// How far a round has come with one peer.
-struct Progress<'a> {
+struct RoundProgress<'a> {
     peer: u32,
     socket: &'a OwnedFd,
     all_sent: bool,
@@ -83,7 +83,7 @@ impl PeerSockets {
         round: &mut impl Round,
         deadline: Deadline,
     ) -> Result<(), RoundFault> {
-        let begin = |(peer, socket)| Progress {
+        let begin = |(peer, socket)| RoundProgress {
             peer,
             socket,
             all_sent: false,
@@ -105,7 +105,7 @@ impl PeerSockets {
             for peer in &mut peers {
                 peer.receive(round, &mut self.buffer, &mut self.barrier_messages)?;
             }
-            if peers.iter().all(Progress::is_complete) {
+            if peers.iter().all(RoundProgress::is_complete) {
                 return Ok(());
             }
             if until.expired() {
@@ -131,7 +131,7 @@ impl PeerSockets {
 /// Peers with which the round is complete are polled as well: if one of them has closed its connection,
 /// that may be the reason why another never sends.
 fn wait(
-    peers: &mut [Progress<'_>],
+    peers: &mut [RoundProgress<'_>],
     buffer: &mut PacketBuffer,
     limit: Duration,
 ) -> Result<usize, RoundFault> {
@@ -152,7 +152,7 @@ fn wait(
     Ok(ready)
 }
 
-impl<'a> Progress<'a> {
+impl<'a> RoundProgress<'a> {
     fn is_complete(&self) -> bool {
         self.all_sent && self.all_received
     }
@@ -193,9 +193,9 @@ impl<'a> Progress<'a> {
     ) -> Result<(), RoundFault> {
         while !self.all_received {
             let (frame, fds) = match buffer.receive(self.peer, self.socket)? {
-                Received::WouldBlock => break,
-                Received::Closed => return Err(RoundFault::Closed(self.peer)),
-                Received::Packet { frame, fds } => (frame, fds),
+                ReceivedPacket::WouldBlock => break,
+                ReceivedPacket::Closed => return Err(RoundFault::Closed(self.peer)),
+                ReceivedPacket::Packet { frame, fds } => (frame, fds),
             };
             if let Some(farewell) = Farewell::read(self.peer, frame) {
                 return Err(RoundFault::Farewell(farewell));
@@ -213,11 +213,11 @@ impl<'a> Progress<'a> {
 
 /// Why the deadline passed: because of peers that are gone, if there are any, else a timeout that names
 /// those with which the round is not complete.
-fn out_of_time(all: &[Progress<'_>], waiting_for: &str, deadline: Deadline) -> RoundFault {
+fn out_of_time(all: &[RoundProgress<'_>], waiting_for: &str, deadline: Deadline) -> RoundFault {
     if let Some(farewell) = all.iter().find_map(|peer| peer.gone.clone().flatten()) {
         return RoundFault::Farewell(farewell);
     }
-    let ranks = |which: fn(&Progress<'_>) -> bool| -> Vec<u32> {
+    let ranks = |which: fn(&RoundProgress<'_>) -> bool| -> Vec<u32> {
         let mut ranks: Vec<u32> =
             all.iter().filter(|progress| which(progress)).map(|progress| progress.peer).collect();
         ranks.sort_unstable();
@@ -251,8 +251,14 @@ mod tests {
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
                 .unwrap();
         let (all_sent, all_received, send_later) = (false, true, true);
-        let peer =
-            Progress { peer: 3, socket: &socket, all_sent, all_received, send_later, gone: None };
+        let peer = RoundProgress {
+            peer: 3,
+            socket: &socket,
+            all_sent,
+            all_received,
+            send_later,
+            gone: None,
+        };
         let (mut peers, mut buffer) = ([peer], PacketBuffer::new());
         assert!(wait(&mut peers, &mut buffer, Duration::ZERO).is_ok_and(|ready| ready == 0));
         drop(other);
@@ -268,8 +274,14 @@ mod tests {
                 .unwrap();
         let ready = |all_sent, all_received| {
             let (send_later, gone) = (false, None);
-            let peer =
-                Progress { peer: 3, socket: &socket, all_sent, all_received, send_later, gone };
+            let peer = RoundProgress {
+                peer: 3,
+                socket: &socket,
+                all_sent,
+                all_received,
+                send_later,
+                gone,
+            };
             wait(&mut [peer], &mut PacketBuffer::new(), Duration::ZERO).ok()
         };
         assert_eq!(ready(false, true), Some(1), "to be sent to");

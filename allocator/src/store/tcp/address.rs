@@ -11,10 +11,10 @@ use crate::{Error, blocking};
 /// Made of what [`ToSocketAddrs`] is usually given: `"node0:29500"`, `("node0", 29500)`, a
 /// [`SocketAddr`].
 #[derive(Clone, Debug)]
-pub struct ServerAddress(Kind);
+pub struct ServerAddress(AddressForm);
 
 #[derive(Clone, Debug)]
-enum Kind {
+enum AddressForm {
     Known(Vec<SocketAddr>),
     /// A host and a port, separated by a colon.
     Text(String),
@@ -37,13 +37,13 @@ impl ServerAddress {
     /// takes no deadline, so it runs on a thread of its own.
     pub(super) fn resolve(&self, limit: Duration) -> Result<Vec<SocketAddr>, Unresolved> {
         let asked = match self.0.clone() {
-            Kind::Known(addrs) => return Ok(addrs),
+            AddressForm::Known(addrs) => return Ok(addrs),
             // A literal address needs no resolver.
-            Kind::Text(text) => match text.parse() {
+            AddressForm::Text(text) => match text.parse() {
                 Ok(addr) => return Ok(vec![addr]),
                 Err(_) => blocking::within(limit, "resolving a name", move || all(text.as_str())),
             },
-            Kind::Host(host, port) => match host.parse::<IpAddr>() {
+            AddressForm::Host(host, port) => match host.parse::<IpAddr>() {
                 Ok(ip) => return Ok(vec![SocketAddr::new(ip, port)]),
                 Err(_) => {
                     blocking::within(limit, "resolving a name", move || all((host.as_str(), port)))
@@ -66,12 +66,12 @@ fn all(name: impl ToSocketAddrs) -> io::Result<Vec<SocketAddr>> {
 impl fmt::Display for ServerAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Kind::Known(addrs) => match &addrs[..] {
+            AddressForm::Known(addrs) => match &addrs[..] {
                 [addr] => write!(f, "{addr}"),
                 addrs => write!(f, "{addrs:?}"),
             },
-            Kind::Text(text) => f.write_str(text),
-            Kind::Host(host, port) => write!(f, "{host}:{port}"),
+            AddressForm::Text(text) => f.write_str(text),
+            AddressForm::Host(host, port) => write!(f, "{host}:{port}"),
         }
     }
 }
@@ -88,37 +88,37 @@ impl fmt::Display for Unresolved {
 
 impl From<&str> for ServerAddress {
     fn from(text: &str) -> Self {
-        Self(Kind::Text(text.to_owned()))
+        Self(AddressForm::Text(text.to_owned()))
     }
 }
 
 impl From<&String> for ServerAddress {
     fn from(text: &String) -> Self {
-        Self(Kind::Text(text.clone()))
+        Self(AddressForm::Text(text.clone()))
     }
 }
 
 impl From<String> for ServerAddress {
     fn from(text: String) -> Self {
-        Self(Kind::Text(text))
+        Self(AddressForm::Text(text))
     }
 }
 
 impl From<(&str, u16)> for ServerAddress {
     fn from((host, port): (&str, u16)) -> Self {
-        Self(Kind::Host(host.to_owned(), port))
+        Self(AddressForm::Host(host.to_owned(), port))
     }
 }
 
 impl From<(String, u16)> for ServerAddress {
     fn from((host, port): (String, u16)) -> Self {
-        Self(Kind::Host(host, port))
+        Self(AddressForm::Host(host, port))
     }
 }
 
 impl From<&[SocketAddr]> for ServerAddress {
     fn from(addrs: &[SocketAddr]) -> Self {
-        Self(Kind::Known(addrs.to_vec()))
+        Self(AddressForm::Known(addrs.to_vec()))
     }
 }
 
@@ -126,7 +126,7 @@ macro_rules! from_addresses {
     ($($address:ty),*) => { $(
         impl From<$address> for ServerAddress {
             fn from(address: $address) -> Self {
-                Self(Kind::Known(vec![address.into()]))
+                Self(AddressForm::Known(vec![address.into()]))
             }
         }
     )* };

@@ -1,6 +1,6 @@
 //! The server's thread: no lock, no blocking call but the wait for events.
 //!
-//! A connection is always in one [`Phase`], which decides what it is polled for
+//! A connection is always in one [`ConnectionPhase`], which decides what it is polled for
 //! ([`EventLoop::update_polling`]) and which timer runs for it.
 //!
 //! | file | holds |
@@ -33,7 +33,7 @@ const LINGER: Duration = Duration::from_secs(2);
 
 /// Phase of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum ConnectionPhase {
     /// It has been challenged and has not answered.
     Handshake { nonce: [u8; 32] },
     /// It may send a request.
@@ -55,7 +55,7 @@ struct Connection {
     stream: TcpStream,
     incoming: Incoming,
     outgoing: Outgoing,
-    phase: Phase,
+    phase: ConnectionPhase,
     /// The events that epoll watches it for.
     polled: EventFlags,
     timer: Option<Instant>,
@@ -63,7 +63,7 @@ struct Connection {
 
 impl Connection {
     fn is_challenged(&self) -> bool {
-        matches!(self.phase, Phase::Handshake { .. })
+        matches!(self.phase, ConnectionPhase::Handshake { .. })
     }
 }
 
@@ -164,20 +164,20 @@ impl EventLoop {
             let Some(connection) = self.connections.get_mut(&client) else { continue };
             connection.timer = None;
             match connection.phase {
-                Phase::Waiting => self.state.expire(client),
-                Phase::Handshake { .. } => {
+                ConnectionPhase::Waiting => self.state.expire(client),
+                ConnectionPhase::Handshake { .. } => {
                     let limit = self.limits().handshake;
                     self.end(
                         client,
                         &Error::timeout("for the client's handshake", limit, Vec::new()),
                     );
                 }
-                Phase::Ready => {
+                ConnectionPhase::Ready => {
                     let limit = self.limits().stall;
                     let what = "for the rest of a client's request";
                     self.end(client, &Error::timeout(what, limit, Vec::new()));
                 }
-                Phase::Replying | Phase::Ending => self.close(client),
+                ConnectionPhase::Replying | ConnectionPhase::Ending => self.close(client),
             }
         }
         Ok(())
@@ -189,13 +189,14 @@ impl EventLoop {
         if flags.contains(EventFlags::ERR) {
             return self.close(client);
         }
-        let may_send = matches!(connection.phase, Phase::Handshake { .. } | Phase::Ready);
+        let may_send =
+            matches!(connection.phase, ConnectionPhase::Handshake { .. } | ConnectionPhase::Ready);
         let hung_up = flags.intersects(EventFlags::RDHUP | EventFlags::HUP);
         let readable = flags.contains(EventFlags::IN);
-        let cancels = connection.phase == Phase::Waiting && readable && !hung_up;
+        let cancels = connection.phase == ConnectionPhase::Waiting && readable && !hung_up;
         if may_send && (readable || hung_up) || cancels {
             self.read(client);
-        } else if connection.phase == Phase::Ending {
+        } else if connection.phase == ConnectionPhase::Ending {
             if readable || hung_up {
                 self.discard(client);
             }
@@ -211,26 +212,26 @@ impl EventLoop {
     fn read(&mut self, client: Client) {
         let Some(connection) = self.connections.get_mut(&client) else { return };
         let caps = match connection.phase {
-            Phase::Handshake { .. } => Caps::HANDSHAKE,
+            ConnectionPhase::Handshake { .. } => Caps::HANDSHAKE,
             _ => Caps::REQUEST,
         };
         match connection.incoming.read(&mut connection.stream, &self.meter, caps) {
             Input::Frame(head, tail) => {
                 let phase = connection.phase;
                 let handled = wire::decode(&head).and_then(|message| match (phase, message) {
-                    (Phase::Handshake { nonce }, ToServer::Hello(hello)) => {
+                    (ConnectionPhase::Handshake { nonce }, ToServer::Hello(hello)) => {
                         self.greet(client, nonce, &hello)
                     }
-                    (Phase::Ready, ToServer::Request(request)) => {
+                    (ConnectionPhase::Ready, ToServer::Request(request)) => {
                         self.serve(client, request, tail);
                         Ok(())
                     }
-                    (Phase::Waiting, ToServer::Cancel) => {
+                    (ConnectionPhase::Waiting, ToServer::Cancel) => {
                         self.state.cancel(client);
                         Ok(())
                     }
                     // The cancellation crossed the reply on the way.
-                    (Phase::Ready, ToServer::Cancel) => Ok(()),
+                    (ConnectionPhase::Ready, ToServer::Cancel) => Ok(()),
                     _ => Err(Error::invalid_argument("a store message out of turn")),
                 });
                 if let Err(error) = handled {
@@ -239,7 +240,8 @@ impl EventLoop {
             }
             Input::Partial(begun) => {
                 // One budget for the whole request: a client that sends slowly does not renew it.
-                if connection.phase == Phase::Ready && begun && connection.timer.is_none() {
+                if connection.phase == ConnectionPhase::Ready && begun && connection.timer.is_none()
+                {
                     let stall = self.limits().stall;
                     self.set_timer(client, Some(stall));
                 }
@@ -258,7 +260,7 @@ impl EventLoop {
         if self.state.is_waiting(client) {
             // Nobody waits for more than a month, and much larger numbers would overflow the clock.
             let wait = Duration::from_millis(wait).min(Duration::from_secs(30 * 24 * 3600));
-            self.set_phase(client, Phase::Waiting);
+            self.set_phase(client, ConnectionPhase::Waiting);
             self.set_timer(client, Some(wait));
         }
     }
@@ -286,10 +288,10 @@ impl EventLoop {
         self.state.disconnect(client);
     }
 
-    fn set_phase(&mut self, client: Client, phase: Phase) {
+    fn set_phase(&mut self, client: Client, phase: ConnectionPhase) {
         if let Some(connection) = self.connections.get_mut(&client) {
             connection.phase = phase;
-            if phase == Phase::Ending {
+            if phase == ConnectionPhase::Ending {
                 self.unproven.insert(client);
             } else {
                 self.unproven.remove(&client);
@@ -302,11 +304,11 @@ impl EventLoop {
     fn update_polling(&mut self, client: Client) {
         let Some(connection) = self.connections.get_mut(&client) else { return };
         let mut polled = match connection.phase {
-            Phase::Handshake { .. } | Phase::Ready | Phase::Waiting => {
-                EventFlags::IN | EventFlags::RDHUP
-            }
-            Phase::Replying => EventFlags::RDHUP,
-            Phase::Ending => EventFlags::IN,
+            ConnectionPhase::Handshake { .. }
+            | ConnectionPhase::Ready
+            | ConnectionPhase::Waiting => EventFlags::IN | EventFlags::RDHUP,
+            ConnectionPhase::Replying => EventFlags::RDHUP,
+            ConnectionPhase::Ending => EventFlags::IN,
         };
         if !connection.outgoing.is_empty() {
             polled |= EventFlags::OUT;

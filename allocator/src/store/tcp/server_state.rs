@@ -52,7 +52,7 @@ pub(super) struct Frame {
 #[derive(Debug)]
 pub(super) struct ServerState {
     meter: Meter,
-    values: BTreeMap<String, Entry>,
+    values: BTreeMap<String, StoreEntry>,
     getters: BTreeMap<String, BTreeSet<Client>>,
     gathers: BTreeMap<String, Gather>,
     clients: BTreeMap<Client, Member>,
@@ -72,7 +72,7 @@ pub(super) struct ServerState {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct StoreEntry {
     value: MeteredPayload,
     _room: Charge,
 }
@@ -312,7 +312,7 @@ impl ServerState {
             Some(entry) => entry.value = value.clone(),
             None => {
                 let room = self.meter.charge(ENTRY + key.len())?;
-                let entry = Entry { value: value.clone(), _room: room };
+                let entry = StoreEntry { value: value.clone(), _room: room };
                 self.values.insert(key.to_owned(), entry);
             }
         }

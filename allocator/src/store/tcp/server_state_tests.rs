@@ -4,12 +4,12 @@ use super::*;
 
 const LIMIT: usize = 1 << 20;
 
-struct Bench {
+struct StateBench {
     state: ServerState,
     meter: Meter,
 }
 
-impl Bench {
+impl StateBench {
     fn new(clients: u64) -> Self {
         let meter = Meter::new(LIMIT);
         let mut state = ServerState::new(meter.clone());
@@ -70,7 +70,7 @@ fn error(reply: &(Client, ToClient)) -> Error {
 
 #[test]
 fn a_set_answers_those_who_wait_for_the_key() {
-    let mut bench = Bench::new(3);
+    let mut bench = StateBench::new(3);
     let get = || StoreRequest::Get { key: "k".into(), wait_ms: 9 };
     assert_eq!(bench.ask(0, get(), b""), []);
     assert_eq!(bench.ask(1, get(), b""), []);
@@ -88,7 +88,7 @@ fn a_set_answers_those_who_wait_for_the_key() {
 #[test]
 fn a_set_answers_nobody_who_has_stopped_waiting() {
     // It would be taken for the answer to the client's next request.
-    let mut bench = Bench::new(3);
+    let mut bench = StateBench::new(3);
     for client in [0, 1] {
         assert_eq!(bench.ask(client, StoreRequest::Get { key: "k".into(), wait_ms: 9 }, b""), []);
     }
@@ -102,7 +102,7 @@ fn a_set_answers_nobody_who_has_stopped_waiting() {
 
 #[test]
 fn a_gather_is_answered_once_all_are_there_and_forgotten() {
-    let mut bench = Bench::new(3);
+    let mut bench = StateBench::new(3);
     assert_eq!(bench.gather(1, 1, 3), []);
     assert_eq!(bench.gather(2, 2, 3), []);
     let replies = bench.gather(0, 0, 3);
@@ -114,7 +114,7 @@ fn a_gather_is_answered_once_all_are_there_and_forgotten() {
 
 #[test]
 fn a_timeout_names_the_missing_and_takes_the_part_back() {
-    let mut bench = Bench::new(2);
+    let mut bench = StateBench::new(2);
     bench.gather(0, 0, 3);
     bench.state.expire(0);
     let replies = bench.replies();
@@ -128,7 +128,7 @@ fn a_timeout_names_the_missing_and_takes_the_part_back() {
 
 #[test]
 fn two_ranks_with_one_number_fail_the_gather_for_all() {
-    let mut bench = Bench::new(4);
+    let mut bench = StateBench::new(4);
     bench.gather(0, 0, 4);
     bench.gather(1, 1, 4);
     let replies = bench.gather(2, 1, 4);
@@ -144,7 +144,7 @@ fn two_ranks_with_one_number_fail_the_gather_for_all() {
 
 #[test]
 fn a_lost_rank_fails_what_needs_it_and_nothing_else() {
-    let mut bench = Bench::declared(3);
+    let mut bench = StateBench::declared(3);
     bench.state.connect(9, None).unwrap();
     // A gather among clients that declared nothing, with other numbers.
     let other = StoreRequest::AllGather { key: "other".into(), rank: 0, world: 3, wait_ms: 9 };
@@ -171,7 +171,7 @@ fn a_lost_rank_fails_what_needs_it_and_nothing_else() {
 
 #[test]
 fn a_rank_that_is_back_fails_nothing_more_and_what_is_under_way_goes_on() {
-    let mut bench = Bench::declared(3);
+    let mut bench = StateBench::declared(3);
     for client in 7..9 {
         bench.state.connect(client, None).unwrap();
     }
@@ -192,7 +192,7 @@ fn a_rank_that_is_back_fails_nothing_more_and_what_is_under_way_goes_on() {
 
 #[test]
 fn ranks_that_leave_because_another_is_lost_are_not_lost() {
-    let mut bench = Bench::declared(4);
+    let mut bench = StateBench::declared(4);
     assert_eq!(bench.gather(1, 1, 4), []);
     bench.state.disconnect(0);
     assert_eq!(error(&bench.replies()[0]).ranks(), [0]);
@@ -207,7 +207,7 @@ fn ranks_that_leave_because_another_is_lost_are_not_lost() {
 
 #[test]
 fn ranks_that_leave_because_another_is_silent_are_not_lost() {
-    let mut bench = Bench::declared(3);
+    let mut bench = StateBench::declared(3);
     assert_eq!(bench.gather(1, 1, 3), []);
     assert_eq!(bench.gather(2, 2, 3), []);
     bench.state.expire(1);
@@ -221,7 +221,7 @@ fn ranks_that_leave_because_another_is_silent_are_not_lost() {
 
 #[test]
 fn a_rank_is_lost_with_its_last_connection() {
-    let mut bench = Bench::declared(2);
+    let mut bench = StateBench::declared(2);
     bench.declare(5, 1, 0).unwrap();
     assert!(bench.declare(6, 1, 1).unwrap_err().is_refused());
     assert_eq!(bench.gather(0, 0, 2), []);
@@ -233,14 +233,14 @@ fn a_rank_is_lost_with_its_last_connection() {
 
 #[test]
 fn a_declared_client_speaks_for_its_own_rank_only() {
-    let mut bench = Bench::declared(2);
+    let mut bench = StateBench::declared(2);
     assert!(error(&bench.gather(0, 1, 2)[0]).is_invalid_argument());
     assert_eq!(bench.state.entries(), (0, 0, 0));
 }
 
 #[test]
 fn worlds_and_ranks_that_cannot_be_are_refused() {
-    let mut bench = Bench::new(1);
+    let mut bench = StateBench::new(1);
     for (rank, world) in [(0, 0), (0, u32::MAX), (3, 3), (u32::MAX, 4)] {
         assert!(error(&bench.gather(0, rank, world)[0]).is_invalid_argument());
     }
@@ -250,7 +250,7 @@ fn worlds_and_ranks_that_cannot_be_are_refused() {
 
 #[test]
 fn no_room_is_an_error_that_changes_nothing() {
-    let mut bench = Bench::new(2);
+    let mut bench = StateBench::new(2);
     let set = |key: &str| StoreRequest::Set { key: key.into() };
     bench.ask(0, set("a"), &[1; LIMIT - 1000]);
     assert!(error(&bench.ask(0, set("b"), &[0; 2000])[0]).is_out_of_memory());
@@ -268,7 +268,7 @@ fn no_room_is_an_error_that_changes_nothing() {
 
 #[test]
 fn counters_count_and_refuse_what_is_no_number() {
-    let mut bench = Bench::new(1);
+    let mut bench = StateBench::new(1);
     let add = |delta| StoreRequest::Add { key: "n".into(), delta };
     assert_eq!(bench.ask(0, add(5), b""), [(0, ToClient::Sum(5))]);
     assert_eq!(bench.ask(0, add(-7), b""), [(0, ToClient::Sum(-2))]);
@@ -279,7 +279,7 @@ fn counters_count_and_refuse_what_is_no_number() {
 
 #[test]
 fn a_rank_that_has_left_a_group_does_not_come_back_to_its_store() {
-    let mut bench = Bench::new(0);
+    let mut bench = StateBench::new(0);
     bench.state = ServerState::new(bench.meter.clone()).for_one_group();
     (0..2).for_each(|rank| bench.declare(u64::from(rank), rank, 0).unwrap());
     // Before ranks have met, another client may take the place of one that left.
@@ -301,7 +301,7 @@ fn a_rank_that_has_left_a_group_does_not_come_back_to_its_store() {
 
 #[test]
 fn a_cancelled_wait_names_who_is_missing_and_takes_its_part_back() {
-    let mut bench = Bench::declared(3);
+    let mut bench = StateBench::declared(3);
     assert_eq!(bench.gather(0, 0, 3), []);
     assert_eq!(bench.gather(1, 1, 3), []);
     bench.state.cancel(0);
@@ -333,7 +333,7 @@ fn thread_time() -> std::time::Duration {
 fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
     let gathers = |world: u32| {
         shortest(|| {
-            let mut bench = Bench::declared(world);
+            let mut bench = StateBench::declared(world);
             let begun = thread_time();
             for rank in 0..world {
                 bench.gather(rank.into(), rank, world);
@@ -343,7 +343,7 @@ fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
     };
     let gives_up = |world: u32| {
         shortest(|| {
-            let mut bench = Bench::declared(world);
+            let mut bench = StateBench::declared(world);
             for rank in 1..world {
                 let request =
                     StoreRequest::AllGather { key: "g".into(), rank, world, wait_ms: 1000 };
@@ -369,7 +369,7 @@ fn a_rank_costs_a_gather_as_much_in_a_large_world_as_in_a_small_one() {
 
 #[test]
 fn the_rank_that_left_first_is_announced_until_it_is_back() {
-    let mut bench = Bench::declared(4);
+    let mut bench = StateBench::declared(4);
     assert_eq!(bench.state.news(), None);
     bench.state.disconnect(2);
     assert_eq!(bench.state.news(), Some(Some(2)));

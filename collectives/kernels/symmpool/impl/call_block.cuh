@@ -37,7 +37,7 @@ protected:
 
     // Begins the call: the leader block does the handshake. `expire_marks` expires the escape marks that the call does not use.
     template <typename ExpireMarks>
-    __device__ __forceinline__ void begin(const Call& call, u64 ll_vectors, u64 ll128_lines, ExpireMarks expire_marks) {
+    __device__ __forceinline__ void begin(const CallParams& call, u64 ll_vectors, u64 ll128_lines, ExpireMarks expire_marks) {
         if (grant_.is_over() || session_.failed) {
             return;
         }

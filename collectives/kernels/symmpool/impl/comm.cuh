@@ -161,7 +161,7 @@ __device__ __forceinline__ bool has_failed_handshake(const char* ll_word, u32 ep
 // The reason that a rank writes into its failed handshake. The record of its failure is written, perhaps except for
 // `complete`.
 __device__ __forceinline__ u32 recorded_reason(const Comm& comm) {
-    const volatile Fault* fault = comm.fault;
+    const volatile FaultRecord* fault = comm.fault;
     const u32 kind = fault->kind;
     // The words of a message are not passed on.
     const u32 left = static_cast<u32>(fault->theirs[0] >> 32) & ~MESSAGE_FOLLOWS;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void fail_handshake_with(const Comm& comm, u32 epoch,
 }
 
 __device__ __noinline__ void fail_handshake(const Comm& comm) {
-    fail_handshake_with(comm, static_cast<volatile Fault*>(comm.fault)->epoch, recorded_reason(comm));
+    fail_handshake_with(comm, static_cast<volatile FaultRecord*>(comm.fault)->epoch, recorded_reason(comm));
 }
 
 // Puts what a departed peer has left into the slot of its handshake, as if that had failed: from there it comes
@@ -199,11 +199,11 @@ __device__ __noinline__ void take_departure(const Comm& comm, u32 epoch, u32 pee
 
 // Records a failure, unless there was one before. Later calls see it and do nothing.
 __device__ __noinline__ void report(const Comm& comm, u32 epoch, u32 kind, u32 peer, u32 phase,
-                                    const Call* call) {
+                                    const CallParams* call) {
     if (atomicExch(&comm.local()->failed, 1) != 0) {
         return;
     }
-    Fault* fault = comm.fault;
+    FaultRecord* fault = comm.fault;
     fault->kind = kind;
     fault->epoch = epoch;
     fault->peer = peer;
@@ -239,7 +239,7 @@ __device__ __noinline__ void write_async_error(const Session& session, u32 kind,
 // of calls has not marked this call's handshake as failed.
 __device__ __noinline__ void leave_failed_call(const Comm& comm, u32 epoch) {
     const bool on_host = *static_cast<volatile u32*>(&comm.local()->failed) == FAILED_ON_HOST;
-    if (on_host || static_cast<volatile Fault*>(comm.fault)->phase >= CHANNEL) {
+    if (on_host || static_cast<volatile FaultRecord*>(comm.fault)->phase >= CHANNEL) {
         fail_handshake_with(comm, epoch, on_host ? HALFWAY | comm.rank : recorded_reason(comm));
     }
 }

@@ -24,7 +24,7 @@ static_assert(sizeof(AsyncError) == 40, "the host has another layout");
 
 // The record in pinned host memory in which the host reads what went wrong (rule S5). It is written at most once, except
 // for the asynchronous error.
-struct Fault {
+struct FaultRecord {
     u32 complete;
     u32 kind;
     // The epoch of the call; for a wait on a channel, the low half of the signal's number.
@@ -39,7 +39,7 @@ struct Fault {
     u64 theirs[4];
     AsyncError async_error;
 };
-static_assert(sizeof(Fault) == 128, "the host has another layout");
+static_assert(sizeof(FaultRecord) == 128, "the host has another layout");
 
 // Message that a rank leaves at each peer when it makes no further call, and no failed handshake says so: it refused a
 // message, or failed on the host behind a call's handshake. `when` comes last. The host writes it too
@@ -127,7 +127,7 @@ struct CommFields {
     u64 plan_scratch_bytes;
     // Nanoseconds.
     u64 timeout;
-    Fault* fault;
+    FaultRecord* fault;
     u32 rank;
     // Whether the stream's next kernel may start while this one runs (programmatic dependent launch).
     unsigned short early;
@@ -144,7 +144,7 @@ static_assert(sizeof(CommFields) == 200, "the host has another layout");
 
 // The arguments of a call. Kernels outside of calls, and those beside copy engines, use fields otherwise, as their files say:
 // `p2p.cu`, `one_sided.cu`, `two_shot_copy.cu`, `copy_companion.cu`, `broadcast_pipeline.cu`, `two_shot_pipeline.cu`.
-struct Call {
+struct CallParams {
     // Words that ranks compare in the handshake (rule S6).
     u64 description[4];
     const char* input;
@@ -157,6 +157,6 @@ struct Call {
     // How many peer blocks there are, for kernels that use `symmpool/impl/peer_blocks.cuh`.
     u32 peer_blocks;
 };
-static_assert(sizeof(Call) == 72, "the host has another layout");
+static_assert(sizeof(CallParams) == 72, "the host has another layout");
 
 }  // namespace symmpool

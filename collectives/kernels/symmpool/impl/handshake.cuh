@@ -55,7 +55,7 @@ __device__ __forceinline__ bool ll_await(const Session& session, u32 peer, const
 // Called by `threads` threads, of which `thread` is this one's number. With RELEASE, what this rank's stream
 // did before is visible to a peer that acquires the words.
 template <bool RELEASE>
-__device__ __forceinline__ void send_handshake(const Session& session, const Call& call, u32 thread,
+__device__ __forceinline__ void send_handshake(const Session& session, const CallParams& call, u32 thread,
                                                u32 threads) {
     const Comm& comm = session.comm;
     for (u32 i = thread; i < 4 * WORLD; i += threads) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ const char* handshake_word(const Session& session, u3
 }
 
 // Compares a word of a peer's description that has arrived.
-__device__ __forceinline__ void compare_handshake_word(const Session& session, const Call& call, u32 peer,
+__device__ __forceinline__ void compare_handshake_word(const Session& session, const CallParams& call, u32 peer,
                                                        u32 word, uint4 found) {
     if (ll_data(found) != call.description[word]) {
         // The record of the failure holds the whole description, so the other words must have arrived.
@@ -93,7 +93,7 @@ __device__ __forceinline__ void compare_handshake_word(const Session& session, c
 
 // Waits for the descriptions of all peers and compares them. Called by `threads` threads, which are those of the leader
 // block in most kernels, of which `thread` is this one's number.
-__device__ __forceinline__ void compare_handshakes(const Session& session, const Call& call, u32 thread, u32 threads) {
+__device__ __forceinline__ void compare_handshakes(const Session& session, const CallParams& call, u32 thread, u32 threads) {
     for (u32 i = thread; i < 4 * WORLD; i += threads) {
         u32 peer = i / 4, word = i % 4;
         uint4 found;
@@ -168,7 +168,7 @@ __device__ __forceinline__ u32 worker_thread() { return worker_block() * blockDi
 
 // Sends this rank's description and compares those of its peers. Called by all threads of the leader block.
 template <bool RELEASE>
-__device__ __forceinline__ void exchange_handshakes(const Session& session, const Call& call) {
+__device__ __forceinline__ void exchange_handshakes(const Session& session, const CallParams& call) {
     send_handshake<RELEASE>(session, call, threadIdx.x, blockDim.x);
     session.advance();
     compare_handshakes(session, call, threadIdx.x, blockDim.x);
@@ -176,7 +176,7 @@ __device__ __forceinline__ void exchange_handshakes(const Session& session, cons
 
 // All that the leader block does in most kernels. `used` says what the call's workers use.
 template <bool RELEASE>
-__device__ __forceinline__ void run_leader_block(const Session& session, const Call& call, UsedBytes used) {
+__device__ __forceinline__ void run_leader_block(const Session& session, const CallParams& call, UsedBytes used) {
     exchange_handshakes<RELEASE>(session, call);
     if (must_expire_flags(session)) {
         expire_old_flags(session, used);
@@ -189,7 +189,7 @@ __device__ __forceinline__ void run_leader_block(const Session& session, const C
 // ACQUIRE, what the peers' streams did before is visible then. Called by all threads of the block, which get the same
 // answer: false if a peer is missing, has failed or called something else, which the leader block reports.
 template <bool ACQUIRE>
-__device__ __forceinline__ bool await_handshakes(const Session& session, const Call& call) {
+__device__ __forceinline__ bool await_handshakes(const Session& session, const CallParams& call) {
     bool bad = false;
 #pragma unroll 1
     for (u32 i = threadIdx.x; i < 4 * WORLD && !bad; i += blockDim.x) {

@@ -15,7 +15,7 @@ struct RankChunks {
     u64 bytes;
     u64 stride;
 
-    __device__ __forceinline__ explicit RankChunks(const Call& call)
+    __device__ __forceinline__ explicit RankChunks(const CallParams& call)
         : bytes(call.bytes),
           stride(ONE_BUFFER ? ((call.bytes + 15) / 16 + WORLD - 1) / WORLD * 16 : call.stride) {}
 

@@ -176,13 +176,13 @@ __device__ __forceinline__ uint4 reduce_vectors(const uint4 (&vectors)[N], int d
 }
 
 template <u32 N>
-struct Sources {
+struct ReducedSlices {
     const char* at[N];
 };
 
 // Reduces slices that are not aligned, and the last bytes of others, from vector `whole` on.
 template <int D, int O, bool ALSO, u32 N>
-__device__ __noinline__ void reduce_rest(Sources<N> from, u64 whole, u64 bytes, int divisor, char* to, char* also) {
+__device__ __noinline__ void reduce_rest(ReducedSlices<N> from, u64 whole, u64 bytes, int divisor, char* to, char* also) {
 #pragma unroll 1
     for (u64 at = own_vector_from(whole); 16 * at < bytes; at += blockDim.x) {
         uint4 all[N];
@@ -200,7 +200,7 @@ __device__ __noinline__ void reduce_rest(Sources<N> from, u64 whole, u64 bytes, 
 
 // Reduces slices into `to` and, with ALSO, stores the result at `also` too. A destination may be one of the sources.
 template <int D, int O, bool ALSO, u32 N>
-__device__ __forceinline__ void reduce_slices(const Sources<N>& from, u64 bytes, int divisor, char* to, char* also) {
+__device__ __forceinline__ void reduce_slices(const ReducedSlices<N>& from, u64 bytes, int divisor, char* to, char* also) {
     // All loads are made before the first value is used.
     constexpr int HELD = N < 8 ? 8 / N : 1;
     bool aligned = is_aligned(to) && (!ALSO || is_aligned(also));
@@ -250,7 +250,7 @@ __device__ __forceinline__ void reduce_slices(const Sources<N>& from, u64 bytes,
 // Calls `reduce_slices` out of line, for programs that reduce often: a kernel that is longer than the instruction cache
 // begins slowly.
 template <int D, int O, bool ALSO, u32 N>
-__device__ __noinline__ void reduce_slices_out_of_line(Sources<N> from, u64 bytes, int divisor, char* to, char* also) {
+__device__ __noinline__ void reduce_slices_out_of_line(ReducedSlices<N> from, u64 bytes, int divisor, char* to, char* also) {
     reduce_slices<D, O, ALSO>(from, bytes, divisor, to, also);
 }
 
@@ -319,16 +319,16 @@ template <u32 FLAGS, u32 SLOTS, u32 LL_SLOTS>
 struct PlanRun {
     const Session& session;
     const Comm& comm;
-    const Call& call;
+    const CallParams& call;
     const PlanWork& work;
     const u32 count;  // peer blocks; in the LL protocol, worker blocks
     const PeerBlocks blocks;
     const EvenSplit split;
 
-    __device__ __forceinline__ PlanRun(const Session& s, const Call& c, const PlanWork& w)
+    __device__ __forceinline__ PlanRun(const Session& s, const CallParams& c, const PlanWork& w)
         : session(s), comm(s.comm), call(c), work(w), count(c.peer_blocks), blocks(count), split(w.vectors, count) {}
 
-    static __device__ __forceinline__ UsedBytes used(const Call& call, const PlanWork& work) {
+    static __device__ __forceinline__ UsedBytes used(const CallParams& call, const PlanWork& work) {
         UsedBytes used;
         used.flags = call.peer_blocks * (8 * FLAGS * WORLD);
         used.ll = 32 * LL_SLOTS * work.vectors;

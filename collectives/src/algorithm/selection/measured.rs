@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use symmpool_allocator::{Error, Result, short};
 
 use crate::algorithm::StandardCollective;
-use crate::algorithm::table_format::{Row, TABLES_VERSION, Table, all_reduce};
+use crate::algorithm::table_format::{AlgorithmTable, TABLES_VERSION, TableRow, all_reduce};
 
 /// The environment variable with the files that communicators load, separated by colons.
 pub(crate) const TABLES_VARIABLE: &str = "SYMMPOOL_TABLES";
@@ -18,14 +18,14 @@ const MAX_BYTES: u64 = 16 << 20;
 /// More blocks than any device runs at once.
 const MAX_BLOCKS: u32 = 1 << 16;
 
-impl Table {
+impl AlgorithmTable {
     /// Whether it is for devices of all these names.
     pub(crate) fn is_for(&self, devices: &[&str]) -> bool {
         devices.iter().all(|device| self.devices.iter().any(|name| name == device))
     }
 }
 
-impl Row {
+impl TableRow {
     /// Whether it is for calls of so many bytes, of types that the Lamport protocol can carry or others, into outputs that
     /// are windows or others.
     pub(crate) fn fits(&self, lamport: bool, windows: bool, bytes: u64) -> bool {
@@ -50,7 +50,10 @@ pub(crate) fn table_files(option: &[PathBuf]) -> Vec<PathBuf> {
 /// # Errors
 ///
 /// `is_invalid_argument` for a file that cannot be read or is no table; it names the file and the field.
-pub(crate) fn read_rows(path: &Path, devices: &[&str]) -> Result<Vec<(StandardCollective, Row)>> {
+pub(crate) fn read_rows(
+    path: &Path,
+    devices: &[&str],
+) -> Result<Vec<(StandardCollective, TableRow)>> {
     let table = read(path).map_err(|why| {
         Error::invalid_argument(format!("the table of algorithms {}: {why}", path.display()))
     })?;
@@ -62,7 +65,7 @@ pub(crate) fn read_rows(path: &Path, devices: &[&str]) -> Result<Vec<(StandardCo
     Ok(rows.filter_map(|row| Some((StandardCollective::named(&row.collective)?, row))).collect())
 }
 
-fn read(path: &Path) -> std::result::Result<Table, String> {
+fn read(path: &Path) -> std::result::Result<AlgorithmTable, String> {
     let bytes = fs::metadata(path).map_err(|error| error.to_string())?.len();
     if bytes > MAX_BYTES {
         return Err(format!("{bytes} bytes; {MAX_BYTES} are possible"));
@@ -72,7 +75,7 @@ fn read(path: &Path) -> std::result::Result<Table, String> {
 }
 
 /// Reads a table. The error begins with the name of the field.
-fn parse(text: &str) -> std::result::Result<Table, String> {
+fn parse(text: &str) -> std::result::Result<AlgorithmTable, String> {
     let value: Value =
         serde_json::from_str(text).map_err(|error| format!("it is no JSON: {error}"))?;
     let Value::Object(file) = value else { return Err("it is no object".to_owned()) };
@@ -86,17 +89,18 @@ fn parse(text: &str) -> std::result::Result<Table, String> {
     only(&file, "", &["symmpool_tables", "devices", "rows"])?;
     let devices = field(&file, "", "devices")?.ok_or("devices: it is missing")?;
     let listed: Vec<Value> = field(&file, "", "rows")?.ok_or("rows: it is missing")?;
-    let mut rows: Vec<Row> = Vec::new();
+    let mut rows: Vec<TableRow> = Vec::new();
     for (nth, each) in listed.iter().enumerate() {
         let place = format!("rows[{nth}]");
         let Value::Object(each) = each else { return Err(format!("{place}: it is no object")) };
         let row = row(each, &format!("{place}."))?;
-        let is_of_group = |other: &&Row| {
-            let group = |row: &Row| (row.collective.clone(), row.world, row.lamport, row.windows);
+        let is_of_group = |other: &&TableRow| {
+            let group =
+                |row: &TableRow| (row.collective.clone(), row.world, row.lamport, row.windows);
             group(other) == group(&row)
         };
         if let Some(before) = rows.iter().rev().find(is_of_group) {
-            let limit = |row: &Row| row.up_to.unwrap_or(u64::MAX);
+            let limit = |row: &TableRow| row.up_to.unwrap_or(u64::MAX);
             if limit(before) >= limit(&row) {
                 return Err(format!(
                     "{place}.up_to: {} after {}; rows of a group are in order of size",
@@ -107,10 +111,10 @@ fn parse(text: &str) -> std::result::Result<Table, String> {
         }
         rows.push(row);
     }
-    Ok(Table { symmpool_tables: TABLES_VERSION, devices, rows })
+    Ok(AlgorithmTable { symmpool_tables: TABLES_VERSION, devices, rows })
 }
 
-fn row(each: &Map<String, Value>, place: &str) -> std::result::Result<Row, String> {
+fn row(each: &Map<String, Value>, place: &str) -> std::result::Result<TableRow, String> {
     only(
         each,
         place,
@@ -136,7 +140,7 @@ fn row(each: &Map<String, Value>, place: &str) -> std::result::Result<Row, Strin
     }
     let (lamport, windows) = (field(each, place, "lamport")?, field(each, place, "windows")?);
     let up_to = field(each, place, "up_to")?;
-    Ok(Row { collective, world, lamport, windows, up_to, algorithm, blocks })
+    Ok(TableRow { collective, world, lamport, windows, up_to, algorithm, blocks })
 }
 
 /// A member of an object; `None` if it is absent or null.

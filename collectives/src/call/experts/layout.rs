@@ -185,7 +185,7 @@ kernel_structs! {
         pub(crate) wide: u32,
         /// Whether the routing is that of the handle.
         pub(crate) known: u32,
-        /// How tokens are quantised: `Quantization`.
+        /// How tokens are quantised: `ExpertQuantization`.
         pub(crate) quantize: u32,
         /// How many peer blocks there are on every rank.
         pub(crate) peer_blocks: u32,

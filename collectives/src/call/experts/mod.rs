@@ -52,7 +52,7 @@ pub struct ExpertShape {
 /// count for the magnitude, and stays NaN.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u32)]
-pub enum Quantization {
+pub enum ExpertQuantization {
     /// Tokens travel as they are.
     #[default]
     None = 0,
@@ -64,7 +64,10 @@ pub enum Quantization {
     Fp8Ue8m0 = 3,
 }
 
-impl Quantization {
+impl ExpertQuantization {
+    /// All ways, in the order of their numbers.
+    pub const ALL: [Self; 4] = [Self::None, Self::Fp8, Self::Fp8PowerOfTwo, Self::Fp8Ue8m0];
+
     /// Bytes of the scale of a group.
     pub fn scale_bytes(self) -> usize {
         match self {
@@ -194,7 +197,7 @@ pub struct DispatchAt {
     /// For each of these its weight, or null.
     pub weights: *const f32,
     /// How tokens are quantised.
-    pub quantize: Quantization,
+    pub quantize: ExpertQuantization,
     /// How received rows lie.
     pub layout: ExpertLayout,
     /// Whether the handle is one of an earlier dispatch, whose routing is used again. Ids and weights are not sent.
@@ -253,19 +256,19 @@ impl ExpertShape {
     }
 
     /// Bytes of the scales that travel with a row: those that dispatch makes, or else `given`.
-    pub fn scale_bytes(&self, quantize: Quantization, given: usize) -> usize {
+    pub fn scale_bytes(&self, quantize: ExpertQuantization, given: usize) -> usize {
         match quantize {
-            Quantization::None => given,
+            ExpertQuantization::None => given,
             quantize => self.groups() * quantize.scale_bytes(),
         }
     }
 
     /// The type of these scales, or else `given`.
-    pub(crate) fn scale_dtype(quantize: Quantization, given: DType) -> DType {
+    pub(crate) fn scale_dtype(quantize: ExpertQuantization, given: DType) -> DType {
         match quantize {
-            Quantization::None => given,
-            Quantization::Fp8 | Quantization::Fp8PowerOfTwo => DType::F32,
-            Quantization::Fp8Ue8m0 => DType::U8,
+            ExpertQuantization::None => given,
+            ExpertQuantization::Fp8 | ExpertQuantization::Fp8PowerOfTwo => DType::F32,
+            ExpertQuantization::Fp8Ue8m0 => DType::U8,
         }
     }
 

@@ -11,12 +11,12 @@ pub use self::scatter::{MatmulScatter, MatmulTerm};
 pub use self::small_m::MatmulAllReduce;
 use crate::MatmulShape;
 
-use super::{Call, OpType};
+use super::{CallDescription, OpType};
 use crate::DType;
 
 impl MatmulShape {
-    pub(crate) fn describe(&self) -> Call {
-        Call::new(OpType::FusedMatmul).matmul(self)
+    pub(crate) fn describe(&self) -> CallDescription {
+        CallDescription::new(OpType::FusedMatmul).matmul(self)
     }
 }
 

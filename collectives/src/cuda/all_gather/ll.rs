@@ -9,7 +9,7 @@ use crate::cuda::all_reduce::two_shot::one_of_two_shots;
 use crate::cuda::all_to_all::row::{Exchange, Use};
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::mode::TwoShotCollective;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::{DType, ReduceOp};
 
@@ -41,10 +41,10 @@ pub(in crate::cuda) fn kernel(world: u32, collective: TwoShotCollective) -> Kern
 ///
 /// # Safety
 ///
-/// You must keep the promises of [`Work`].
+/// You must keep the promises of [`ReductionCall`].
 pub(in crate::cuda) unsafe fn launch(
     engine: &mut dyn KernelLauncher,
-    work: &Work,
+    work: &ReductionCall,
     collective: TwoShotCollective,
 ) -> Result<()> {
     // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.

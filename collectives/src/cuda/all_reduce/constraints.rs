@@ -3,7 +3,7 @@
 use symmpool_allocator::topology::Topology;
 
 use crate::DType;
-use crate::cuda::layout::params::Control;
+use crate::cuda::layout::params::ControlLayout;
 
 /// Calls of fewer bytes gain nothing from copy engines, and some of their shares may be empty.
 pub(in crate::cuda) const MIN_COPY_BYTES: u64 = 1 << 20;
@@ -51,12 +51,12 @@ impl AllReduceShape {
 }
 
 /// A bound of algorithms that have none.
-pub(super) fn always(_: &AllReduceShape, _: &Control) -> bool {
+pub(super) fn always(_: &AllReduceShape, _: &ControlLayout) -> bool {
     true
 }
 
 /// Bytes of a call that scratch holds at once.
-pub(super) fn at_once(shape: &AllReduceShape, control: &Control) -> u64 {
+pub(super) fn at_once(shape: &AllReduceShape, control: &ControlLayout) -> u64 {
     control.scratch_room(shape.world) * u64::from(shape.world)
 }
 

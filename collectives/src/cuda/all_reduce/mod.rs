@@ -29,8 +29,8 @@ use std::collections::BTreeSet;
 
 use self::constraints::AllReduceShape;
 use self::row::{AllReduce, CheckedAllReduce};
-use crate::cuda::layout::params::Control;
-use crate::jit::{Kernel, shares_memory};
+use crate::cuda::layout::params::ControlLayout;
+use crate::jit::{KernelSource, shares_memory};
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
 /// Makes the table of rows in this order, and finds a row by its name. A name that is missing here does not compile, and neither
@@ -72,13 +72,13 @@ rows! {
 }
 
 /// The kernels of all of them, each once.
-pub(in crate::cuda) fn kernels() -> BTreeSet<&'static Kernel<'static>> {
+pub(in crate::cuda) fn kernels() -> BTreeSet<&'static KernelSource<'static>> {
     ALL_REDUCE.iter().map(AllReduce::any_kernel).collect()
 }
 
 impl AllReduce {
     /// The kernel, whatever it is compiled for.
-    fn any_kernel(&self) -> &'static Kernel<'static> {
+    fn any_kernel(&self) -> &'static KernelSource<'static> {
         (self.kernel)(2, (DType::F32, ReduceOp::Sum), 0).kernel
     }
 }
@@ -96,18 +96,18 @@ impl Name {
 
 impl AllReduceShape {
     /// Whether an algorithm is about as fast with the memory there is as it was when it was measured.
-    pub(in crate::cuda) fn pays_off(&self, algorithm: Name, control: &Control) -> bool {
+    pub(in crate::cuda) fn pays_off(&self, algorithm: Name, control: &ControlLayout) -> bool {
         AllReduce::named(algorithm).is_some_and(|entry| (entry.pays_off)(self, control))
     }
 
     /// The algorithm for what inboxes are too small for.
-    pub(in crate::cuda) fn through_scratch(&self, control: &Control) -> Name {
+    pub(in crate::cuda) fn through_scratch(&self, control: &ControlLayout) -> Name {
         let push = Name::TwoShotPush;
         let pushes = self.can_serve(push, control) && self.pays_off(push, control);
         if pushes { push } else { Name::TwoShotPipeline }
     }
 
-    pub(in crate::cuda) fn can_serve(&self, algorithm: Name, control: &Control) -> bool {
+    pub(in crate::cuda) fn can_serve(&self, algorithm: Name, control: &ControlLayout) -> bool {
         AllReduce::named(algorithm).is_some_and(|entry| (entry.fits)(self, control))
     }
 }
@@ -127,7 +127,7 @@ mod tests {
     fn one_shot_is_for_what_the_inboxes_have_room_for_from_all_ranks() {
         // Half of LL is data, and 120 of 128 bytes of LL128. Each row has the most bytes that fit.
         let control =
-            |world| Control::new(world, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
+            |world| ControlLayout::new(world, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
         for (algorithm, world, most) in [
             (Algorithm::OneShotLl, 2, 2 << 20),
             (Algorithm::OneShotLl, 8, 512 << 10),
@@ -146,7 +146,7 @@ mod tests {
 
     #[test]
     fn lines_are_for_ranks_that_are_linked_directly() {
-        let control = Control::new(4, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
+        let control = ControlLayout::new(4, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
         let linked = shape(64 << 10, 4);
         assert!(linked.can_serve(Algorithm::OneShotLl128, &control));
         let over_a_bus = AllReduceShape { nvlinked: false, ..linked };
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn copy_engines_are_for_long_calls() {
-        let control = Control::new(2, Footprint::ample(1 << 20, 1 << 20)).expect("valid");
+        let control = ControlLayout::new(2, Footprint::ample(1 << 20, 1 << 20)).expect("valid");
         let fits = |shape: AllReduceShape| shape.can_serve(Algorithm::TwoShotCopy, &control);
         let least = shape(MIN_COPY_BYTES, 2);
         assert!(fits(least));

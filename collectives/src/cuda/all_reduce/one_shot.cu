@@ -9,7 +9,7 @@
 using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_one_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_one_shot(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     begin_kernel(comm.early);
     const Source input(call.input, call.bytes);
     const Target output(call.output, call.bytes);

@@ -11,12 +11,12 @@ use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
-    BOTH, F32, Kernel, LAMPORT, LAMPORT_DTYPES, LL, ONE, OTHERS, SOME_DTYPES, SUM, WIDE,
+    BOTH, F32, KernelSource, LAMPORT, LAMPORT_DTYPES, LL, ONE, OTHERS, SOME_DTYPES, SUM, WIDE,
     WORLDS_OF_2_AND_8,
 };
 
 /// All-reduce in one shot through inboxes.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_reduce" / "one_shot",
     [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, WIDE, ONE, LL],
     [WORLDS_OF_2_AND_8, LAMPORT_DTYPES, SUM, WIDE, ONE, LAMPORT],

@@ -9,7 +9,7 @@
 using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_one_shot_ll128(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_one_shot_ll128(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     begin_kernel(comm.early);
     const u64 lines = lines_of(call.bytes);
     const u32 thread = line_thread();

@@ -11,10 +11,10 @@ use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::LL128_PAYLOAD;
 use crate::jit::kernel_beside;
-use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
+use crate::jit::sources::{F32, KernelSource, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
 
 /// All-reduce in one shot in the LL128 protocol.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_reduce" / "one_shot_ll128",
     [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, WIDE],
     [OTHERS, F32, SUM, WIDE],

@@ -12,10 +12,10 @@ use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
 use crate::jit::kernel_beside;
-use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
+use crate::jit::sources::{F32, KernelSource, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
 
 /// All-reduce in one shot by loads from peers.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_reduce" / "one_shot_pull",
     [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, WIDE],
     [OTHERS, F32, SUM, WIDE],

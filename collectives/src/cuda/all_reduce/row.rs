@@ -8,13 +8,13 @@ use super::constraints::AllReduceShape;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::layout::params::Control;
+use crate::cuda::layout::params::ControlLayout;
 use crate::{AllReduceAlgorithm, DType, ReduceOp};
 
 /// A reduction's element type and operation.
-type Reduction = (DType, ReduceOp);
+type ReducedType = (DType, ReduceOp);
 
 /// A row of the table: an all-reduce algorithm.
 pub(in crate::cuda) struct AllReduce {
@@ -22,14 +22,14 @@ pub(in crate::cuda) struct AllReduce {
     /// The name that stands for the first of several algorithms that fits, if this is one of those.
     pub(in crate::cuda) one_of: Option<AllReduceAlgorithm>,
     /// Whether it can serve a call.
-    pub(in crate::cuda) fits: fn(&AllReduceShape, &Control) -> bool,
+    pub(in crate::cuda) fits: fn(&AllReduceShape, &ControlLayout) -> bool,
     /// Whether it is about as fast with the memory there is as it was when it was measured: it is if the call goes in
     /// one round or launch, or in long ones.
-    pub(in crate::cuda) pays_off: fn(&AllReduceShape, &Control) -> bool,
+    pub(in crate::cuda) pays_off: fn(&AllReduceShape, &ControlLayout) -> bool,
     /// Most bytes of a launch.
-    pub(in crate::cuda) most_bytes: fn(&AllReduceShape, &Control) -> u64,
+    pub(in crate::cuda) most_bytes: fn(&AllReduceShape, &ControlLayout) -> u64,
     /// Its kernel on so many ranks, for launches of at most so many bytes.
-    pub(in crate::cuda) kernel: fn(u32, Reduction, u64) -> KernelSpec,
+    pub(in crate::cuda) kernel: fn(u32, ReducedType, u64) -> KernelSpec,
     /// Launches it. You must keep the promises of [`AllReduceCall`].
     pub(in crate::cuda) launch: unsafe fn(&mut dyn KernelLauncher, &AllReduceCall) -> Result<()>,
     /// Calls that check it.
@@ -78,7 +78,7 @@ pub struct CheckedAllReduce {
 /// until the stream has done the call, and that nothing else touches them meanwhile, in any rank's slot if they are windows.
 pub(in crate::cuda) struct AllReduceCall<'a> {
     pub(in crate::cuda) entry: &'a AllReduce,
-    pub(in crate::cuda) work: &'a Work,
+    pub(in crate::cuda) work: &'a ReductionCall,
     /// Whether the output is a window.
     pub(in crate::cuda) output_window: bool,
 }

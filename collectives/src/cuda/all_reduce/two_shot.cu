@@ -28,7 +28,7 @@ constexpr bool TOGETHER = BLOCKS == 1;
 constexpr int RESIDENT = SHARES_SMS ? 1 : BLOCKS;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    symmpool_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_two_shot(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     begin_kernel(comm.early);
     const RankChunks<(RUN == Collective::ALL_REDUCE)> chunks(call);
     const u64 vectors = chunks.vectors();

@@ -9,13 +9,14 @@ use super::row::{AllReduce, AllReduceCall, Cases};
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES, THREADS};
-use crate::cuda::layout::params::Control;
+use crate::cuda::layout::params::ControlLayout;
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
-    ABOVE_4, ALL_REDUCE, BOTH, BYTES, F32, Kernel, LAMPORT, LAMPORT_DTYPES, LL, MOVES, NARROW,
-    ODD_ABOVE_4, ONE, OTHERS_UP_TO_4, REDUCTIONS, SOME_DTYPES, SUM, TWO, UP_TO_4, WIDE, WORLD_OF_2,
+    ABOVE_4, ALL_REDUCE, BOTH, BYTES, F32, KernelSource, LAMPORT, LAMPORT_DTYPES, LL, MOVES,
+    NARROW, ODD_ABOVE_4, ONE, OTHERS_UP_TO_4, REDUCTIONS, SOME_DTYPES, SUM, TWO, UP_TO_4, WIDE,
+    WORLD_OF_2,
 };
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
@@ -27,7 +28,7 @@ const INBOX_LAUNCH_BYTES: u64 = 8 << 20;
 const INBOX_LAUNCHES: u64 = 4;
 
 /// All-reduce in two shots through inboxes; reduce-scatter, all-gather and broadcast, which are one of the shots.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_reduce" / "two_shot",
     [WORLD_OF_2, WIDE, ONE, SOME_DTYPES, SUM, REDUCTIONS, LL],
     [UP_TO_4, WIDE, ONE, BYTES, SUM, MOVES, LL],
@@ -68,13 +69,13 @@ pub(super) const LL_ROW: AllReduce = AllReduce {
     cases: Cases { count: 1_800_000, in_pieces: true, ..Cases::USUAL },
 };
 
-fn pays_off_in_inboxes(shape: &AllReduceShape, control: &Control, lamport: bool) -> bool {
+fn pays_off_in_inboxes(shape: &AllReduceShape, control: &ControlLayout, lamport: bool) -> bool {
     let at_once = inbox_launch(shape, control, lamport);
     at_once >= INBOX_LAUNCH_BYTES || shape.bytes <= INBOX_LAUNCHES * at_once
 }
 
 /// Most bytes of a launch of two shots through inboxes.
-fn inbox_launch(shape: &AllReduceShape, control: &Control, lamport: bool) -> u64 {
+fn inbox_launch(shape: &AllReduceShape, control: &ControlLayout, lamport: bool) -> u64 {
     KernelSpec::two_shot_launch(control, shape.world, shape.dtype, lamport, shape.bytes)
 }
 
@@ -97,7 +98,11 @@ unsafe fn launch_ll(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Re
 /// # Safety
 ///
 /// You must keep the promises of [`AllReduceCall`].
-unsafe fn launch(engine: &mut dyn KernelLauncher, work: &Work, lamport: bool) -> Result<()> {
+unsafe fn launch(
+    engine: &mut dyn KernelLauncher,
+    work: &ReductionCall,
+    lamport: bool,
+) -> Result<()> {
     let (control, world) = (engine.control(), engine.world());
     let most = KernelSpec::two_shot_launch(control, world, work.dtype, lamport, work.bytes);
     // Inboxes need room for the inputs and the results of all shares.
@@ -114,7 +119,7 @@ unsafe fn launch(engine: &mut dyn KernelLauncher, work: &Work, lamport: bool) ->
 /// You must keep the promises of [`AllReduceCall`].
 pub(in crate::cuda) unsafe fn in_inboxes(
     engine: &mut dyn KernelLauncher,
-    work: &Work,
+    work: &ReductionCall,
     collective: TwoShotCollective,
     lamport: bool,
     (shares, most): (u64, u64),
@@ -142,10 +147,10 @@ pub(in crate::cuda) unsafe fn in_inboxes(
 ///
 /// # Safety
 ///
-/// You must keep the promises of [`Work`].
+/// You must keep the promises of [`ReductionCall`].
 pub(in crate::cuda) unsafe fn one_of_two_shots(
     engine: &mut dyn KernelLauncher,
-    work: &Work,
+    work: &ReductionCall,
     collective: TwoShotCollective,
     lamport: bool,
 ) -> Result<()> {
@@ -156,7 +161,7 @@ pub(in crate::cuda) unsafe fn one_of_two_shots(
 
 /// Most bytes of a part that one launch of a single shot takes through inboxes, which must hold a part of each rank. Longer
 /// launches would not be faster, and need another variant of the kernel.
-pub(in crate::cuda) fn part_launch(control: &Control, world: u32, lamport: bool) -> u64 {
+pub(in crate::cuda) fn part_launch(control: &ControlLayout, world: u32, lamport: bool) -> u64 {
     (control.inbox_vectors(lamport) / u64::from(world) * 16).min(MANY_BYTES)
 }
 
@@ -203,7 +208,7 @@ impl KernelSpec {
 
     /// Most bytes of a launch of a two-shot all-reduce of `bytes` bytes through inboxes.
     pub(in crate::cuda) fn two_shot_launch(
-        control: &Control,
+        control: &ControlLayout,
         world: u32,
         dtype: DType,
         lamport: bool,

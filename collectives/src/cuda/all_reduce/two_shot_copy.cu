@@ -56,7 +56,7 @@ __device__ __forceinline__ bool pass_copy_barrier(const Session& session) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_two_shot_copy(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_two_shot_copy(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     // Its epoch is used only for the record of a failure.
     const Session session(comm);
     const SmGrant grant(comm);

@@ -10,14 +10,14 @@ use crate::AllReduceAlgorithm as Name;
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::jit::kernel_beside;
-use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
+use crate::jit::sources::{F32, KernelSource, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
 
 /// Bytes of a longer call, of all ranks' shares together, that scratch must hold at once for copy engines to
 /// be worth their start-up time in every round. From `cuda_collectives bench` on 4 H200s.
 const COPY_ROUND_BYTES: u64 = 256 << 20;
 
 /// Reduces what copy engines carry of an all-reduce.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_reduce" / "two_shot_copy",
     [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, WIDE],
     [OTHERS, F32, SUM, WIDE],

@@ -4,7 +4,7 @@
 //!
 //! Peer blocks wait for each other alone. While the data of one stage travels, the stage before it is reduced. Scratch
 //! has two halves, which stages use in turn. In an all-reduce, results go straight into outputs that are windows; for
-//! other outputs (`Call::root` is not 0) they go through scratch, too, from where each rank copies them.
+//! other outputs (`CallParams::root` is not 0) they go through scratch, too, from where each rank copies them.
 //!
 //! Two flags of each index count stages: ARRIVED says that the inputs of so many stages are in the receiver's scratch,
 //! and FINISHED that so many have been reduced, and that their results are where they go. Both say more, by the order in
@@ -32,7 +32,7 @@ constexpr u32 MIN_STAGE_VECTORS = 2048;
 struct Stages {
     const Session& session;
     const Comm& comm;
-    const Call& call;
+    const CallParams& call;
     const RankChunks<GATHERS> chunks;
     const PeerBlocks peer_blocks;
     const EvenSplit split;
@@ -40,7 +40,7 @@ struct Stages {
     u32 each;                    // vectors of an index in a stage; 32 bits, as registers are few
     u32 count;                   // how many stages there are, the same for all indices on all ranks
 
-    __device__ __forceinline__ Stages(const Session& s, const Call& c)
+    __device__ __forceinline__ Stages(const Session& s, const CallParams& c)
         : session(s), comm(s.comm), call(c), chunks(c), peer_blocks(c.peer_blocks),
           split(chunks.vectors(), c.peer_blocks), through_scratch(GATHERS && c.root != 0) {
         const u64 whole = split.longest();
@@ -188,7 +188,7 @@ struct Stages {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_two_shot_pipeline(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_two_shot_pipeline(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     begin_kernel(comm.early);
     Session session(comm);
     const SmGrant grant(comm);

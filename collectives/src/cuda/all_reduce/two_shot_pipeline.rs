@@ -9,11 +9,11 @@ use super::row::{AllReduce, AllReduceCall, Cases};
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
-    F32, Kernel, OTHERS, REDUCTIONS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8,
+    F32, KernelSource, OTHERS, REDUCTIONS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8,
 };
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
@@ -31,7 +31,7 @@ pub(in crate::cuda) enum Results {
 }
 
 /// All-reduce in two shots, and reduce-scatter, in stages through scratch.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_reduce" / "two_shot_pipeline",
     [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
     [OTHERS, F32, SUM, REDUCTIONS, WIDE],
@@ -65,7 +65,7 @@ unsafe fn launch(engine: &mut dyn KernelLauncher, call: &AllReduceCall) -> Resul
 /// You must keep the promises of [`AllReduceCall`].
 pub(in crate::cuda) unsafe fn by_pipeline(
     engine: &mut dyn KernelLauncher,
-    work: &Work,
+    work: &ReductionCall,
     collective: TwoShotCollective,
     results: Results,
 ) -> Result<()> {
@@ -79,7 +79,7 @@ pub(in crate::cuda) unsafe fn by_pipeline(
     let through_scratch = results == Results::ThroughScratch;
     let most = engine.control().stage_blocks(engine.world(), through_scratch);
     let config = LaunchConfig::new(&loaded.alone(), wanted, THREADS, most);
-    let work = Work { root: through_scratch.into(), ..*work };
+    let work = ReductionCall { root: through_scratch.into(), ..*work };
     // SAFETY: the caller promised that the input and output of the call are there until the stream has done it; they
     // are the same in this copy.
     unsafe { engine.launch_peer_blocks(loaded, config, &work) }

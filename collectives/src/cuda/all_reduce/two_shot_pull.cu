@@ -13,7 +13,7 @@ constexpr bool GATHERS = Collective::COLLECTIVE == Collective::ALL_REDUCE;
 constexpr u32 OUTPUTS = GATHERS ? WORLD : 1;  // into which a rank stores its results
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_two_shot_pull(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_two_shot_pull(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     begin_kernel(comm.early);
     Session session(comm);
     const SmGrant grant(comm);

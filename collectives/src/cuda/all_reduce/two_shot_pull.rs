@@ -12,12 +12,12 @@ use crate::cuda::kernel::mode::{KernelMode, TwoShotCollective};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
-    F32, Kernel, OTHERS, REDUCTIONS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8,
+    F32, KernelSource, OTHERS, REDUCTIONS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8,
 };
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
 /// All-reduce in two shots, and reduce-scatter, by loads from peers.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_reduce" / "two_shot_pull",
     [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, REDUCTIONS, WIDE],
     [OTHERS, F32, SUM, REDUCTIONS, WIDE],

@@ -34,12 +34,12 @@ __device__ __forceinline__ Range up_to(Range range, u64 end) {
 struct Push {
     const Session& session;
     const Comm& comm;
-    const Call& call;
+    const CallParams& call;
     const RankChunks<true> chunks;
     const PeerBlocks peer_blocks;
     const EvenSplit split;
 
-    __device__ __forceinline__ Push(const Session& s, const Call& c)
+    __device__ __forceinline__ Push(const Session& s, const CallParams& c)
         : session(s), comm(s.comm), call(c), chunks(c), peer_blocks(c.peer_blocks),
           split(chunks.vectors(), c.peer_blocks) {}
 
@@ -146,7 +146,7 @@ struct Push {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_two_shot_push(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_two_shot_push(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     begin_kernel(comm.early);
     Session session(comm);
     const SmGrant grant(comm);

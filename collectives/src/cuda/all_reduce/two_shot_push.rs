@@ -12,7 +12,7 @@ use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::control::MAX_STAGE_BLOCKS;
 use crate::jit::kernel_beside;
-use crate::jit::sources::{F32, Kernel, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
+use crate::jit::sources::{F32, KernelSource, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
 
 /// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
 /// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
@@ -22,7 +22,7 @@ const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
 const MAX_PUSH_BLOCKS: u32 = MAX_STAGE_BLOCKS as u32;
 
 /// All-reduce in two shots through scratch and into outputs.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_reduce" / "two_shot_push",
     [WORLDS_OF_2_AND_8, SOME_DTYPES, SUM, WIDE],
     [OTHERS, F32, SUM, WIDE],

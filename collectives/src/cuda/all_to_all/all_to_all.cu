@@ -126,7 +126,7 @@ __device__ __forceinline__ void await_direct_flags(const Exchange& exchange) {
 }
 
 // Expires old flags of this kernel, which also uses rows of the traffic matrix and escape marks.
-__device__ __noinline__ void expire_unused(const Session& session, const Call& call,
+__device__ __noinline__ void expire_unused(const Session& session, const CallParams& call,
                                            const Traffic& traffic, TrafficMatrix& matrix, Transfers& transfers) {
     const Exchange exchange{session, call, traffic, matrix, transfers};
     const Comm& comm = session.comm;
@@ -209,7 +209,7 @@ __device__ __forceinline__ void run_exchange_leader(const Exchange& exchange) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_all_to_all(const __grid_constant__ Comm comm, const __grid_constant__ Call call,
+    symmpool_all_to_all(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call,
                         const __grid_constant__ Traffic traffic) {
     __shared__ TrafficMatrix matrix;
     __shared__ Transfers transfers;

@@ -11,7 +11,7 @@
 using namespace symmpool;
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    symmpool_copy_companion(const __grid_constant__ Comm comm, const __grid_constant__ Call call) {
+    symmpool_copy_companion(const __grid_constant__ Comm comm, const __grid_constant__ CallParams call) {
     const u32 block = blockIdx.x, blocks = gridDim.x;
     if (!await_notification(comm)) {
         return;

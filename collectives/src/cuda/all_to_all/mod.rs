@@ -15,7 +15,7 @@ pub(in crate::cuda) mod row;
 
 use self::row::Exchange;
 use crate::algorithm::AlgorithmId;
-use crate::jit::Kernel;
+use crate::jit::KernelSource;
 
 /// All-to-alls, in the order in which programs see them.
 pub(in crate::cuda) static ALL_TO_ALL: [&Exchange; 4] =
@@ -24,7 +24,7 @@ pub(in crate::cuda) static ALL_TO_ALL: [&Exchange; 4] =
 static FASTEST: Exchange = Exchange::FASTEST;
 
 /// The kernels of these.
-pub(in crate::cuda) const KERNELS: [&Kernel<'static>; 2] =
+pub(in crate::cuda) const KERNELS: [&KernelSource<'static>; 2] =
     [&one_kernel::KERNEL, &copies::COMPANION];
 
 impl Exchange {

@@ -6,12 +6,12 @@ use crate::cuda::kernel::mode::{AllToAllMode, KernelMode};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::jit::kernel_beside;
 use crate::jit::sources::{
-    ABOVE_4, ANY_COUNTS, BYTES, DEVICE_COUNTS, DIRECT, HOST_COUNTS, INBOXES, Kernel, NARROW,
+    ABOVE_4, ANY_COUNTS, BYTES, DEVICE_COUNTS, DIRECT, HOST_COUNTS, INBOXES, KernelSource, NARROW,
     ODD_ABOVE_4, ODD_UP_TO_4, WIDE,
 };
 
 /// All-to-all with any counts.
-pub(in crate::cuda) const KERNEL: Kernel<'static> = kernel_beside!(
+pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(
     "all_to_all" / "all_to_all",
     [("WORLD", &["1", "2", "4"]), WIDE, BYTES, INBOXES, HOST_COUNTS],
     [("WORLD", &["1", "2", "4"]), WIDE, BYTES, DIRECT, ANY_COUNTS],

@@ -30,7 +30,7 @@ constexpr int UNROLL = WORLD <= 4 ? 4 : 2;
 struct Broadcast {
     const Session& session;
     const Comm& comm;
-    const Call& call;
+    const CallParams& call;
     char* const* outputs;  // addresses in every rank, as this one reaches them; nullptr where data passes through scratch
     const PeerBlocks peer_blocks;
     const u64 share;  // vectors of a share, whole lines
@@ -38,7 +38,7 @@ struct Broadcast {
     u32 each;   // vectors of an index in a stage
     u32 count;  // how many stages there are, the same for all indices on all ranks
 
-    __device__ __forceinline__ Broadcast(const Session& s, const Call& c, char* const* places)
+    __device__ __forceinline__ Broadcast(const Session& s, const CallParams& c, char* const* places)
         : session(s), comm(s.comm), call(c), outputs(places), peer_blocks(c.peer_blocks),
           share((((c.bytes + 15) / 16 + WORLD - 2) / (WORLD - 1) + 7) / 8 * 8), split(share, c.peer_blocks) {
         const u64 whole = split.longest(), most = comm.scratch_vectors() / 2 / call.peer_blocks / 8 * 8;

@@ -9,11 +9,11 @@ use crate::algorithm::PIPELINE;
 use crate::cuda::all_to_all::row::{Exchange, Use};
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::launcher::KernelLauncher;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::UNKNOWN;
 use crate::jit::kernel_beside;
-use crate::jit::sources::{Kernel, NARROW, ODD, WORLD};
+use crate::jit::sources::{KernelSource, NARROW, ODD, WORLD};
 
 /// Threads of a block. Two of these blocks run on an SM, so that one stores while the other waits for its stores to arrive
 /// before it raises a flag.
@@ -26,7 +26,7 @@ const MAX_STAGE_BLOCKS: u64 = 256;
 const MIN_PIPELINE_BYTES: u64 = 2 * 16 * PIPELINE_THREADS as u64;
 
 /// Broadcast in stages, which peers pass on.
-pub(in crate::cuda) const KERNEL: Kernel<'static> =
+pub(in crate::cuda) const KERNEL: KernelSource<'static> =
     kernel_beside!("broadcast" / "broadcast_pipeline", [WORLD, NARROW], [ODD, NARROW]);
 
 pub(in crate::cuda) static ROW: Exchange =
@@ -50,10 +50,10 @@ pub(in crate::cuda) fn kernel() -> KernelSpec {
 ///
 /// # Safety
 ///
-/// You must keep the promises of [`Work`]; its output is at `place`.
+/// You must keep the promises of [`ReductionCall`]; its output is at `place`.
 pub(in crate::cuda) unsafe fn launch(
     engine: &mut dyn KernelLauncher,
-    work: &Work,
+    work: &ReductionCall,
     place: Place,
 ) -> Result<()> {
     let loaded = engine.kernel(kernel())?;
@@ -64,5 +64,5 @@ pub(in crate::cuda) unsafe fn launch(
     let offset = if let Place::Window(offset) = place { offset } else { UNKNOWN };
     // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
     // The stride is no length for this kernel: it is the window's offset, or `UNKNOWN`.
-    unsafe { engine.launch_peer_blocks(loaded, config, &Work { stride: offset, ..*work }) }
+    unsafe { engine.launch_peer_blocks(loaded, config, &ReductionCall { stride: offset, ..*work }) }
 }

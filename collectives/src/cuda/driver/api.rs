@@ -16,7 +16,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result, Stream};
 
 /// A pointer-sized handle (`CUmodule`, `CUfunction`, `CUstream`, `CUevent`) that is passed on, never followed.
-pub(in crate::cuda) type Handle = usize;
+pub(in crate::cuda) type CudaHandle = usize;
 
 macro_rules! functions {
     ($($field:ident = $symbol:ident($($argument:ty),*);)*) => {
@@ -42,30 +42,30 @@ macro_rules! functions {
 }
 
 functions! {
-    module_load = cuModuleLoadData(*mut Handle, *const c_void);
-    module_unload = cuModuleUnload(Handle);
-    module_function = cuModuleGetFunction(*mut Handle, Handle, *const c_char);
-    occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, Handle, c_int, usize);
-    function_set = cuFuncSetAttribute(Handle, c_int, c_int);
-    launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, Handle, *mut *mut c_void, *mut *mut c_void);
+    module_load = cuModuleLoadData(*mut CudaHandle, *const c_void);
+    module_unload = cuModuleUnload(CudaHandle);
+    module_function = cuModuleGetFunction(*mut CudaHandle, CudaHandle, *const c_char);
+    occupancy = cuOccupancyMaxActiveBlocksPerMultiprocessor(*mut c_int, CudaHandle, c_int, usize);
+    function_set = cuFuncSetAttribute(CudaHandle, c_int, c_int);
+    launch = cuLaunchKernelEx(*const sys::CUlaunchConfig, CudaHandle, *mut *mut c_void, *mut *mut c_void);
     tensor_map = cuTensorMapEncodeTiled(
         *mut c_void, c_uint, c_uint, u64, *const u64, *const u64, *const u32, *const u32, c_uint, c_uint, c_uint, c_uint
     );
-    copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
-    fill = cuMemsetD32Async(u64, c_uint, usize, Handle);
-    batch_mem_op = cuStreamBatchMemOp_v2(Handle, c_uint, *mut sys::CUstreamBatchMemOpParams, c_uint);
+    copy = cuMemcpyDtoDAsync_v2(u64, u64, usize, CudaHandle);
+    fill = cuMemsetD32Async(u64, c_uint, usize, CudaHandle);
+    batch_mem_op = cuStreamBatchMemOp_v2(CudaHandle, c_uint, *mut sys::CUstreamBatchMemOpParams, c_uint);
     alloc = cuMemAlloc_v2(*mut u64, usize);
     release = cuMemFree_v2(u64);
     host_alloc = cuMemHostAlloc(*mut *mut c_void, usize, c_uint);
     host_free = cuMemFreeHost(*mut c_void);
-    stream_create = cuStreamCreate(*mut Handle, c_uint);
-    stream_destroy = cuStreamDestroy_v2(Handle);
-    stream_synchronize = cuStreamSynchronize(Handle);
-    stream_query = cuStreamQuery(Handle);
-    stream_wait = cuStreamWaitEvent(Handle, Handle, c_uint);
-    event_create = cuEventCreate(*mut Handle, c_uint);
-    event_record = cuEventRecord(Handle, Handle);
-    event_destroy = cuEventDestroy_v2(Handle);
+    stream_create = cuStreamCreate(*mut CudaHandle, c_uint);
+    stream_destroy = cuStreamDestroy_v2(CudaHandle);
+    stream_synchronize = cuStreamSynchronize(CudaHandle);
+    stream_query = cuStreamQuery(CudaHandle);
+    stream_wait = cuStreamWaitEvent(CudaHandle, CudaHandle, c_uint);
+    event_create = cuEventCreate(*mut CudaHandle, c_uint);
+    event_record = cuEventRecord(CudaHandle, CudaHandle);
+    event_destroy = cuEventDestroy_v2(CudaHandle);
 }
 
 impl Api {
@@ -77,7 +77,7 @@ impl Api {
 
     /// A stream that does not wait for the default stream. The device's context must be current.
     pub(in crate::cuda) fn stream(&self) -> Result<Stream> {
-        let mut handle: Handle = 0;
+        let mut handle: CudaHandle = 0;
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
         // SAFETY: writes one handle through a valid pointer.
         let code = unsafe { (self.stream_create)(&raw mut handle, flags) };
@@ -87,8 +87,8 @@ impl Api {
     }
 
     /// An event without timing. The device's context must be current.
-    pub(in crate::cuda) fn event(&self) -> Result<Handle> {
-        let mut handle: Handle = 0;
+    pub(in crate::cuda) fn event(&self) -> Result<CudaHandle> {
+        let mut handle: CudaHandle = 0;
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
         // SAFETY: writes one handle through a valid pointer.
         let code = unsafe { (self.event_create)(&raw mut handle, flags) };
@@ -164,21 +164,22 @@ impl Api {
         // SAFETY: the caller promised that so many words are mapped at the address, and that nothing else uses them
         // until the stream is past this. The stream is live, which whoever made the `Stream` from a raw handle vouched
         // for.
-        let code = unsafe { (self.fill)(address, word, words as usize, stream.raw() as Handle) };
+        let code =
+            unsafe { (self.fill)(address, word, words as usize, stream.raw() as CudaHandle) };
         CudaDriver::check(code, || format!("filling {words} words at {address:#x}"))
     }
 
     /// Waits until the stream has done what was put on it. Its device's context must be current.
     pub(in crate::cuda) fn synchronize(&self, stream: Stream) -> Result<()> {
         // SAFETY: the stream is live, which whoever made the `Stream` from a raw handle vouched for.
-        let code = unsafe { (self.stream_synchronize)(stream.raw() as Handle) };
+        let code = unsafe { (self.stream_synchronize)(stream.raw() as CudaHandle) };
         CudaDriver::check(code, || "waiting for a stream".to_owned())
     }
 
     /// Whether the stream has done what was put on it. Its device's context must be current.
     pub(in crate::cuda) fn is_idle(&self, stream: Stream) -> Result<bool> {
         // SAFETY: the stream is live, which whoever made the `Stream` from a raw handle vouched for.
-        let code = unsafe { (self.stream_query)(stream.raw() as Handle) };
+        let code = unsafe { (self.stream_query)(stream.raw() as CudaHandle) };
         if code == sys::CUresult::CUDA_ERROR_NOT_READY as c_uint {
             return Ok(false);
         }

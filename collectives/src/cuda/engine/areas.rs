@@ -16,8 +16,8 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{BarrierId, Block, Deadline, Error, Result, Stream};
 
 use super::CudaEngine;
-use crate::cuda::driver::api::{Handle, cuda};
-use crate::cuda::layout::params::{AreaFlags, Control, Footprint, LOCAL_AREAS};
+use crate::cuda::driver::api::{CudaHandle, cuda};
+use crate::cuda::layout::params::{AreaFlags, ControlLayout, Footprint, LOCAL_AREAS};
 
 /// Pattern that Lamport inboxes are filled with at first, and that data never has: `EMPTY` in `symmpool/impl/lamport.cuh`.
 const LAMPORT_PATTERN: u32 = 0xffff_ffff;
@@ -41,10 +41,10 @@ pub(crate) enum Area {
 /// The layouts of the areas that there are, and what the memory may grow to.
 #[derive(Debug)]
 pub(super) struct Areas {
-    pub(super) small: Control,
-    pub(super) large: Option<Control>,
+    pub(super) small: ControlLayout,
+    pub(super) large: Option<ControlLayout>,
     /// Until the memory has grown; `None` if it never does.
-    growth: Option<Growth>,
+    growth: Option<AreaGrowth>,
     /// Area of all calls of experts, as a dispatch and its combine have the same.
     expert_area: Option<Area>,
     /// A number that the communicator has on all ranks, and no other one of the pool.
@@ -59,7 +59,7 @@ pub(super) struct Areas {
 
 /// Growth that an engine's memory may still have, and when it is tried again.
 #[derive(Debug)]
-struct Growth {
+struct AreaGrowth {
     /// The parts of the area for large calls.
     footprint: Footprint,
     /// How often some device had no room.
@@ -69,8 +69,8 @@ struct Growth {
 }
 
 impl Areas {
-    pub(super) fn new(small: Control, grown: Option<Footprint>, number: u64) -> Self {
-        let growth = grown.map(|footprint| Growth { footprint, failures: 0, calls_left: 0 });
+    pub(super) fn new(small: ControlLayout, grown: Option<Footprint>, number: u64) -> Self {
+        let growth = grown.map(|footprint| AreaGrowth { footprint, failures: 0, calls_left: 0 });
         let (has_asked, is_counted, has_reported_failure) = (false, false, false);
         Self {
             small,
@@ -85,7 +85,7 @@ impl Areas {
     }
 
     /// The layout of an area: of the small one where there is no large one.
-    fn layout(&self, area: Area) -> (Area, Control) {
+    fn layout(&self, area: Area) -> (Area, ControlLayout) {
         match (area, self.large) {
             (Area::Large, Some(large)) => (Area::Large, large),
             _ => (Area::Small, self.small),
@@ -93,7 +93,7 @@ impl Areas {
     }
 
     /// Returns [`Self::layout`] as if the memory had grown: an area for large calls then lies somewhere.
-    fn as_if_grown(&self, area: Area) -> (Area, Control) {
+    fn as_if_grown(&self, area: Area) -> (Area, ControlLayout) {
         match (area, self.large, self.grown(self.small.ll)) {
             (Area::Large, None, Some(large)) => (Area::Large, large),
             _ => self.layout(area),
@@ -101,12 +101,12 @@ impl Areas {
     }
 
     /// The layout of the largest area that there is.
-    fn largest(&self) -> &Control {
+    fn largest(&self) -> &ControlLayout {
         self.large.as_ref().unwrap_or(&self.small)
     }
 
     /// The layout of the large area from `begin` on, relative to the control block.
-    fn grown(&self, begin: u64) -> Option<Control> {
+    fn grown(&self, begin: u64) -> Option<ControlLayout> {
         self.growth.as_ref().map(|growth| self.small.with_data(begin, growth.footprint))
     }
 }
@@ -311,13 +311,13 @@ impl CudaEngine {
                 Ok(())
             });
             // SAFETY: made above and given up here; the driver takes it away when it is done.
-            let code = unsafe { (api.stream_destroy)(stream.raw() as Handle) };
+            let code = unsafe { (api.stream_destroy)(stream.raw() as CudaHandle) };
             done.and(CudaDriver::check(code, || "giving back a stream".to_owned()))
         })
     }
 
     /// The layouts that calls may have, the largest one last.
-    pub(in super::super) fn layouts(&self) -> Vec<Control> {
+    pub(in super::super) fn layouts(&self) -> Vec<ControlLayout> {
         let large = self.areas.large.or_else(|| self.areas.grown(self.areas.small.ll));
         std::iter::once(self.areas.small).chain(large).collect()
     }
@@ -325,7 +325,7 @@ impl CudaEngine {
 
 /// Returns what kernels expect in the parts for data before the first call there: where each range begins, the word
 /// that it is filled with, and its bytes. Plans' kernels read of their scratch only what was written in the same call.
-pub(super) fn initial_data(control: &Control) -> [(u64, u32, u64); 4] {
+pub(super) fn initial_data(control: &ControlLayout) -> [(u64, u32, u64); 4] {
     [
         (control.ll, 0, control.escaped - control.ll),
         (control.escaped, ESCAPED_PATTERN, control.escaped_bytes),
@@ -336,7 +336,7 @@ pub(super) fn initial_data(control: &Control) -> [(u64, u32, u64); 4] {
 
 /// Whether an inbox of a layout, of a Lamport protocol or of LL, has no room for so many bytes of every rank. All-to-alls and
 /// what is made of them have an inbox as large as Lamport's.
-fn exceeds_inbox(control: &Control, world: u32, bytes: u64, lamport: bool) -> bool {
+fn exceeds_inbox(control: &ControlLayout, world: u32, bytes: u64, lamport: bool) -> bool {
     bytes.saturating_mul(world.into()) > 16 * control.inbox_vectors(lamport)
 }
 
@@ -352,7 +352,7 @@ mod tests {
     /// Returns what a call of so many bytes is launched with: the algorithm, and whether one launch takes all of them.
     fn served(
         shape: &AllReduceShape,
-        control: &Control,
+        control: &ControlLayout,
         measured: &MeasuredTable,
     ) -> (&'static str, bool) {
         let auto = AllReduceAlgorithm::Auto;
@@ -363,9 +363,9 @@ mod tests {
     #[test]
     fn calls_that_take_no_memory_are_served_as_with_all_of_it() {
         for world in 2..=8 {
-            let small = Control::new(world, Footprint::at_first(world)).unwrap();
+            let small = ControlLayout::new(world, Footprint::at_first(world)).unwrap();
             let full = Footprint::new(world, Requested::default()).unwrap();
-            let full = Control::new(world, full).unwrap();
+            let full = ControlLayout::new(world, full).unwrap();
             assert_eq!(small.escaped_bytes / 2, small.lamport_bytes / 3, "one bound for both");
             // All-gathers and broadcasts in LL take one launch.
             let in_ll = LL_BYTES / (u64::from(world) - 1);

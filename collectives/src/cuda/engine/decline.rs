@@ -23,7 +23,7 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::CudaEngine;
 use super::areas::Area;
 use crate::call::p2p::Direction;
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::cuda::driver::api::cuda;
 use crate::cuda::layout::fault::halfway_reason;
 use crate::cuda::layout::p2p_layout::end_of_messages;
@@ -45,7 +45,7 @@ pub(in super::super) enum Declined {
 
 /// How far the call under way has come, and calls that are still to be reported.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct CallProgress {
     /// How many kernels were launched that open with a handshake.
     handshakes: u32,
     /// Whether the other ranks were notified that this one does not make the call.
@@ -60,7 +60,7 @@ pub(super) struct Progress {
     stream: Option<Stream>,
 }
 
-impl Progress {
+impl CallProgress {
     /// The stream, which the engine destroys at its end, if there is one.
     pub(super) fn stream(&self) -> Option<Stream> {
         self.stream
@@ -92,7 +92,7 @@ impl CudaEngine {
     /// of a call is taken for another one.
     #[inline]
     pub(super) fn numbered(&self, params: &CallParams) -> CallParams {
-        let description = Call::from_words(params.description)
+        let description = CallDescription::from_words(params.description)
             .piece(self.progress.handshakes)
             .in_large_area(self.comm.area != 0);
         CallParams { description: *description.words(), ..*params }
@@ -317,7 +317,7 @@ impl CudaEngine {
                 // Ranks may decline a call alike, whether or not they know yet how large it is.
                 let area = self.area();
                 self.use_area(Area::Small);
-                let declined = self.handshake_only(Call::new(OpType::Declined), stream);
+                let declined = self.handshake_only(CallDescription::new(OpType::Declined), stream);
                 // It may stand in front of a call that is to come.
                 self.use_area(area);
                 declined

@@ -10,7 +10,7 @@ use std::time::Duration;
 use symmpool_allocator::{Error, Pool, Result};
 
 use crate::cuda::driver::api::Api;
-use crate::cuda::layout::fault::{HostView, Record};
+use crate::cuda::layout::fault::{FaultRecord, HostView};
 
 /// Says whether a rank's process still runs.
 pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send + Sync>;
@@ -18,11 +18,11 @@ pub(crate) type Alive = Box<dyn Fn(u32) -> bool + Send + Sync>;
 /// Failures that the device has recorded in pinned host memory or the host has found, and the error that calls return.
 pub(crate) struct Failure {
     /// Kernels alone write it; the first of them to fail does so.
-    record: NonNull<Record>,
+    record: NonNull<FaultRecord>,
     /// Whether the record's memory was given back.
     is_freed: AtomicBool,
     /// Record of what the thread that ends streams' waits has found.
-    found: OnceLock<Record>,
+    found: OnceLock<FaultRecord>,
     /// Why all calls fail.
     why: OnceLock<Error>,
     /// How many asynchronous errors were returned.
@@ -49,13 +49,13 @@ impl Failure {
     /// Makes the state of the communicator whose control block is at `offset` of every slot. The device's context must be
     /// current.
     pub(in crate::cuda) fn new(api: &Api, pool: &Pool, offset: u64, alive: Alive) -> Result<Self> {
-        let record = api.pinned(size_of::<Record>())?.cast();
+        let record = api.pinned(size_of::<FaultRecord>())?.cast();
         let name = format!("pool {:?}, communicator at offset {offset:#x}", pool.group().name());
         Ok(Self::of(record, name, (pool.rank(), pool.world()), alive))
     }
 
     fn of(
-        record: NonNull<Record>,
+        record: NonNull<FaultRecord>,
         communicator: String,
         (rank, world): (u32, u32),
         alive: Alive,
@@ -136,7 +136,7 @@ impl Failure {
     }
 
     /// Records what the thread that ends streams' waits has found, unless it has found something before.
-    pub(in crate::cuda) fn find(&self, found: Record) {
+    pub(in crate::cuda) fn find(&self, found: FaultRecord) {
         let _ = self.found.set(found);
     }
 
@@ -180,7 +180,7 @@ mod tests {
     use super::*;
     use crate::cuda::layout::fault::tests::{async_error, record};
 
-    fn failure(record: &mut Record) -> Failure {
+    fn failure(record: &mut FaultRecord) -> Failure {
         let name = "pool \"a\", communicator".to_owned();
         let failure = Failure::of(NonNull::from(record), name, (1, 3), Box::new(|_| true));
         failure.note_timeout(3_000_000_000);

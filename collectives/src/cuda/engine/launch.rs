@@ -6,12 +6,12 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Result, Stream};
 
 use super::CudaEngine;
-use crate::call::Call;
-use crate::cuda::driver::api::{Handle, cuda};
+use crate::call::CallDescription;
+use crate::cuda::driver::api::{CudaHandle, cuda};
 use crate::cuda::kernel::generated_kernel::{GeneratedKernel, GeneratedSource};
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::spec::{BARRIER_THREADS, KernelSpec};
-use crate::cuda::layout::params::{CallParams, Comm, Traffic};
+use crate::cuda::layout::params::{CallParams, CommFields, Traffic};
 use crate::jit::Arch;
 
 impl CudaEngine {
@@ -53,13 +53,13 @@ impl CudaEngine {
     }
 
     /// A call without data: the handshake alone.
-    pub(crate) fn handshake_only(&mut self, call: Call, stream: Stream) -> Result<()> {
+    pub(crate) fn handshake_only(&mut self, call: CallDescription, stream: Stream) -> Result<()> {
         self.begin(stream)?;
         self.handshake_before_copies(call, stream)
     }
 
     /// Opens a fused matmul, whose steps the caller puts on streams.
-    pub(crate) fn open_matmul(&mut self, call: Call, stream: Stream) -> Result<()> {
+    pub(crate) fn open_matmul(&mut self, call: CallDescription, stream: Stream) -> Result<()> {
         self.handshake_only(call, stream)?;
         self.mark_earlier_calls(stream)
     }
@@ -68,7 +68,7 @@ impl CudaEngine {
     /// made the call.
     pub(in super::super) fn handshake_with_companion(
         &mut self,
-        call: Call,
+        call: CallDescription,
         stream: Stream,
     ) -> Result<()> {
         let kernel = self.kernel(KernelSpec::barrier(true))?;
@@ -78,7 +78,7 @@ impl CudaEngine {
     /// A call without data before copies, which begin when all ranks have made the call.
     pub(in super::super) fn handshake_before_copies(
         &mut self,
-        call: Call,
+        call: CallDescription,
         stream: Stream,
     ) -> Result<()> {
         let kernel = self.kernel(KernelSpec::barrier(false))?;
@@ -88,14 +88,19 @@ impl CudaEngine {
     /// A call without data behind copies on the stream. It begins when they have ended.
     pub(in super::super) fn handshake_after_copies(
         &mut self,
-        call: Call,
+        call: CallDescription,
         stream: Stream,
     ) -> Result<()> {
         let kernel = self.kernel(KernelSpec::barrier(false))?;
         self.launch_handshake(kernel.after_copies(), call, stream)
     }
 
-    fn launch_handshake(&mut self, kernel: LoadedKernel, call: Call, stream: Stream) -> Result<()> {
+    fn launch_handshake(
+        &mut self,
+        kernel: LoadedKernel,
+        call: CallDescription,
+        stream: Stream,
+    ) -> Result<()> {
         // SAFETY: the parameters point to nothing but the control block, which the communicator keeps.
         unsafe { self.launch(kernel, (1, BARRIER_THREADS), &CallParams::of(&call), None, stream) }
     }
@@ -135,7 +140,7 @@ impl CudaEngine {
         &self,
         kernel: LoadedKernel,
         grid: (u32, u32),
-        comm: &Comm,
+        comm: &CommFields,
         params: &CallParams,
         traffic: Option<&Traffic>,
         stream: Stream,
@@ -248,7 +253,7 @@ impl CudaEngine {
         cuda(self.pool.driver())?.with_context(|| {
             // SAFETY: the caller promised that so many bytes are readable at `from` and writable at `to` until the
             // stream has done the copy; the stream is live, as whoever made it of a raw handle promised.
-            let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as Handle) };
+            let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as CudaHandle) };
             CudaDriver::check(code, || format!("copying {bytes} bytes to {to:#x}"))
         })
     }

@@ -25,11 +25,11 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Pool, Result, Stream};
 
 use super::failure::Failure;
-use crate::cuda::driver::api::{Api, Handle, cuda};
+use crate::cuda::driver::api::{Api, CudaHandle, cuda};
 use crate::cuda::driver::pinned_words::Words;
-use crate::cuda::layout::fault::Record;
+use crate::cuda::layout::fault::FaultRecord;
 use crate::cuda::layout::memory_channels::{MEMORY_CHANNELS, MemoryFlag, MemoryFlags};
-use crate::cuda::layout::params::{Control, DEPARTURE, FAILED_ON_HOST, LOCAL_FAILED};
+use crate::cuda::layout::params::{ControlLayout, DEPARTURE, FAILED_ON_HOST, LOCAL_FAILED};
 
 /// How often the thread looks at waits.
 const LOOK: Duration = Duration::from_millis(50);
@@ -95,7 +95,7 @@ fn put(api: &Api, ops: &[MemoryOp], stream: Stream) -> Result<()> {
     // SAFETY: the array is as long; its addresses are words of control blocks or of pinned memory, which the
     // communicator keeps until the device is done; the stream is live.
     let code = unsafe {
-        (api.batch_mem_op)(stream.raw() as Handle, all.len() as u32, all.as_mut_ptr(), 0)
+        (api.batch_mem_op)(stream.raw() as CudaHandle, all.len() as u32, all.as_mut_ptr(), 0)
     };
     CudaDriver::check(code, || format!("putting {} memory operations on a stream", all.len()))
 }
@@ -144,7 +144,7 @@ impl MemoryOperations {
     pub(in crate::cuda) fn new(
         api: &'static Api,
         pool: &Pool,
-        (places, control): (&Control, u64),
+        (places, control): (&ControlLayout, u64),
         failure: Arc<Failure>,
     ) -> Result<Self> {
         let count = (pool.world() * MEMORY_CHANNELS * 2) as usize;
@@ -255,7 +255,7 @@ impl MemoryOperations {
     /// the stream, and the device's context is current.
     pub(in crate::cuda) fn free(&self) {
         let shared = &self.shared;
-        let stream = shared.stream.raw() as Handle;
+        let stream = shared.stream.raw() as CudaHandle;
         // SAFETY: `new` made the stream, and nothing uses it any more, of which the caller made sure.
         let code = unsafe { (shared.api.stream_destroy)(stream) };
         if let Err(error) = CudaDriver::check(code, || "giving back memory operations".into()) {
@@ -347,7 +347,7 @@ impl Shared {
             if begin.elapsed() > timeout && !self.failure.is_recorded() {
                 let (peer, channel, flag) = wait_of(nth);
                 let untaken = flag == MemoryFlag::Untaken;
-                self.failure.find(Record::missing((peer, channel), untaken, timeout));
+                self.failure.find(FaultRecord::missing((peer, channel), untaken, timeout));
             }
         }
         Ok(waits)
@@ -378,7 +378,7 @@ impl Shared {
             if let Some((nth, _)) = missed {
                 let (_, channel, _) = wait_of(nth);
                 let why = [1, 2, 3].map(|nth| word(peer, nth));
-                self.failure.find(Record::departed((peer as u32, channel), why));
+                self.failure.find(FaultRecord::departed((peer as u32, channel), why));
                 return Ok(());
             }
         }
@@ -391,7 +391,8 @@ impl Shared {
             let to = self.words.address(first);
             // SAFETY: the departures of all ranks are as long, as are the words; both stay until the thread has ended and
             // the device is done. The stream is live.
-            let code = unsafe { (api.copy)(to, self.departures, bytes, stream.raw() as Handle) };
+            let code =
+                unsafe { (api.copy)(to, self.departures, bytes, stream.raw() as CudaHandle) };
             CudaDriver::check(code, || "looking whether peers have failed".to_owned())
         })
     }

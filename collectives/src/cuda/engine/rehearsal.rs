@@ -12,7 +12,7 @@ use symmpool_allocator::{Error, Result};
 use crate::call::rehearsal::{Lifts, Rehearsed};
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::sm_budget::SmBudget;
-use crate::cuda::layout::params::{Comm, Control};
+use crate::cuda::layout::params::{CommFields, ControlLayout};
 
 /// A rehearsal under way.
 pub(in crate::cuda) struct Rehearsal {
@@ -26,8 +26,8 @@ pub(in crate::cuda) struct Rehearsal {
 
 /// State of an engine that a rehearsal changes, as it was before.
 pub(in crate::cuda) struct Kept {
-    pub(super) control: Control,
-    pub(super) comm: Comm,
+    pub(super) control: ControlLayout,
+    pub(super) comm: CommFields,
     pub(super) budget: SmBudget,
     pub(super) beside_compute: bool,
 }

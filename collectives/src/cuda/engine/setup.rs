@@ -10,7 +10,7 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Block, Deadline, Error, HeapLayout, Pool, ProcessId, Result};
 
 use super::areas::{Areas, initial_data};
-use super::decline::Progress;
+use super::decline::CallProgress;
 use super::failure::{Alive, Failure};
 use super::memory_operations::MemoryOperations;
 use super::stream_order::{CallEvents, StreamOrder};
@@ -25,7 +25,7 @@ use crate::cuda::kernel::modules::Modules;
 use crate::cuda::kernel::sm_budget::has_communicators;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::p2p_layout::{P2p, P2pLayout, prepare};
-use crate::cuda::layout::params::Control;
+use crate::cuda::layout::params::ControlLayout;
 use crate::cuda::select::table::MeasuredTable;
 use crate::types::timeout::Timeout;
 
@@ -38,7 +38,7 @@ impl CudaEngine {
     /// Bytes of control block that a group of `world` ranks needs with these options. Options that are the
     /// communicator's own were checked before.
     pub(crate) fn control_bytes(world: u32, options: &CudaEngineOptions) -> Result<u64> {
-        let control = Control::new(world, options.footprint)?;
+        let control = ControlLayout::new(world, options.footprint)?;
         Ok(P2pLayout::new(world, control.data_end(), options.footprint.staging).end(world))
     }
 
@@ -51,7 +51,7 @@ impl CudaEngine {
         options: &CudaEngineOptions,
     ) -> Result<ReadyKernels> {
         let driver = cuda(pool.driver())?;
-        let control = Control::new(pool.world(), options.footprint)?;
+        let control = ControlLayout::new(pool.world(), options.footprint)?;
         let Some(last_epoch) = options.first_epoch.checked_sub(1) else {
             return Err(Error::invalid_argument("first epoch 0: calls count from 1"));
         };
@@ -84,7 +84,7 @@ impl CudaEngine {
             streams_may_wait: streams_may_wait(pool)?,
         };
         let grown = options.grown.map(|grown| control.with_data(control.ll, grown));
-        let layouts: Vec<Control> = std::iter::once(control).chain(grown).collect();
+        let layouts: Vec<ControlLayout> = std::iter::once(control).chain(grown).collect();
         let list =
             KernelSpec::ready((&usual, options.requested), &layouts, &measured_table(pool)?)?;
         let has_company = has_communicators(driver.facts().ordinal);
@@ -109,7 +109,7 @@ impl CudaEngine {
         let driver = cuda(pool.driver())?;
         let api = Api::get()?;
         let layout: HeapLayout = pool.layout();
-        let control = Control::new(layout.world, options.footprint)?;
+        let control = ControlLayout::new(layout.world, options.footprint)?;
         let kernels = Kernels::new(api, modules, driver, layout.world, options.budget);
         let failure = driver
             .with_context_unordered(|| Failure::new(api, pool, control_offset, alive))
@@ -162,7 +162,7 @@ impl CudaEngine {
             channels: BTreeMap::new(),
             p2p,
             memory_operations,
-            progress: Progress::default(),
+            progress: CallProgress::default(),
             rehearsal: None,
         })
     }

@@ -26,16 +26,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use symmpool_allocator::driver::{CudaDriver, MemoryDriver};
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::cuda::driver::api::{Api, Handle};
+use crate::cuda::driver::api::{Api, CudaHandle};
 
 /// Operations that the order needs of a device.
 pub(in crate::cuda) trait Events {
     /// Makes an event.
-    fn event(&self) -> Result<Handle>;
+    fn event(&self) -> Result<CudaHandle>;
     /// Records an event behind what is on a stream.
-    fn record(&self, event: Handle, stream: Stream) -> Result<()>;
+    fn record(&self, event: CudaHandle, stream: Stream) -> Result<()>;
     /// Makes a stream wait for what an event was recorded behind.
-    fn wait(&self, event: Handle, stream: Stream) -> Result<()>;
+    fn wait(&self, event: CudaHandle, stream: Stream) -> Result<()>;
     /// Refuses a stream that is none of the device.
     fn check(&self, stream: Stream) -> Result<()>;
     /// Whether a stream is being captured.
@@ -52,16 +52,16 @@ pub(in crate::cuda) struct CudaEvents<'a> {
 }
 
 impl Events for CudaEvents<'_> {
-    fn event(&self) -> Result<Handle> {
+    fn event(&self) -> Result<CudaHandle> {
         self.driver.with_context(|| self.api.event())
     }
 
-    fn record(&self, event: Handle, stream: Stream) -> Result<()> {
+    fn record(&self, event: CudaHandle, stream: Stream) -> Result<()> {
         let what = "recording an event behind a call";
         self.driver.with_context(|| record(self.api, self.driver, event, stream, what))
     }
 
-    fn wait(&self, event: Handle, stream: Stream) -> Result<()> {
+    fn wait(&self, event: CudaHandle, stream: Stream) -> Result<()> {
         let what = "making a stream wait for a communicator's last call";
         self.driver.with_context(|| wait(self.api, self.driver, event, stream, what))
     }
@@ -120,7 +120,7 @@ pub(in crate::cuda) struct StreamOrder {
     /// The stream of the last call, unless that was forgotten.
     last: Option<StreamId>,
     /// An event, made when one is first needed.
-    event: Option<Handle>,
+    event: Option<CudaHandle>,
     /// Whether the event was recorded behind the last call. If not, the next call on another stream waits for all
     /// that is on the last call's stream.
     is_recorded: bool,
@@ -130,7 +130,7 @@ pub(in crate::cuda) struct StreamOrder {
     /// The last captured call, unless it was captured on the stream of the last call outside graphs and nobody asked.
     captured: Option<CapturedCall>,
     /// An event behind that call, within its capture.
-    captured_event: Option<Handle>,
+    captured_event: Option<CudaHandle>,
 }
 
 impl StreamOrder {
@@ -359,11 +359,11 @@ impl StreamOrder {
 /// too.
 #[derive(Debug, Default)]
 pub(in crate::cuda) struct CallEvents {
-    made: Vec<Handle>,
+    made: Vec<CudaHandle>,
     /// The event of [`fork`](Self::fork). A stream waits for what it was last recorded behind, so one is enough.
-    between: Option<Handle>,
+    between: Option<CudaHandle>,
     /// The event of [`mark`](Self::mark).
-    mark: Option<Handle>,
+    mark: Option<CudaHandle>,
 }
 
 impl CallEvents {
@@ -450,7 +450,13 @@ impl CallEvents {
 }
 
 /// Records an event of the caller's behind what is on a stream; `what` is for errors. The device's context must be current.
-fn record(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &str) -> Result<()> {
+fn record(
+    api: &Api,
+    driver: &CudaDriver,
+    event: CudaHandle,
+    stream: Stream,
+    what: &str,
+) -> Result<()> {
     let handle = driver.stream_handle(stream)?;
     // SAFETY: the caller owns the event; the stream is live, as whoever made it of a raw handle promised.
     let code = unsafe { (api.event_record)(event, handle) };
@@ -458,14 +464,20 @@ fn record(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &
 }
 
 /// Makes a stream wait for what such an event was recorded behind. The device's context must be current.
-fn wait(api: &Api, driver: &CudaDriver, event: Handle, stream: Stream, what: &str) -> Result<()> {
+fn wait(
+    api: &Api,
+    driver: &CudaDriver,
+    event: CudaHandle,
+    stream: Stream,
+    what: &str,
+) -> Result<()> {
     let handle = driver.stream_handle(stream)?;
     // SAFETY: the caller owns the event; the stream is live, as whoever made it of a raw handle promised.
     let code = unsafe { (api.stream_wait)(handle, event, 0) };
     CudaDriver::check(code, || what.to_owned())
 }
 
-fn destroy(api: &Api, event: Handle) {
+fn destroy(api: &Api, event: CudaHandle) {
     // SAFETY: callers own the event, and give it up here.
     let code = unsafe { (api.event_destroy)(event) };
     if let Err(error) = CudaDriver::check(code, || "giving back an event".to_owned()) {

@@ -16,7 +16,7 @@ use super::sm_budget::{BudgetMember, BudgetOptions, Lifted, SmBudget};
 use super::spec::KernelSpec;
 use crate::cuda::driver::api::Api;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
-use crate::cuda::layout::params::{CallParams, Comm, Traffic};
+use crate::cuda::layout::params::{CallParams, CommFields, Traffic};
 use crate::jit::Arch;
 
 /// The kernels of one communicator.
@@ -125,7 +125,7 @@ impl Kernels {
     }
 
     /// Lets kernels of a call share the device's SMs with others as its budget says.
-    pub(in crate::cuda) fn share(&self, comm: &mut Comm) {
+    pub(in crate::cuda) fn share(&self, comm: &mut CommFields) {
         let budget = self.budget;
         comm.early = budget.early.into();
         comm.narrow_blocks = budget.narrow_blocks.unwrap_or(0);
@@ -225,7 +225,7 @@ impl Kernels {
         kernel: LoadedKernel,
         grid: (u32, u32),
         stream: Stream,
-        comm: &Comm,
+        comm: &CommFields,
         call: &CallParams,
         traffic: Option<&Traffic>,
     ) -> Result<()> {
@@ -251,7 +251,7 @@ impl Kernels {
         kernel: LoadedKernel,
         grid: (u32, u32),
         stream: Stream,
-        (comm, call): (&Comm, &CallParams),
+        (comm, call): (&CommFields, &CallParams),
         work: &W,
     ) -> Result<()> {
         let mut arguments: [*mut c_void; 3] = [

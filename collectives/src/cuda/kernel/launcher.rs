@@ -6,9 +6,9 @@ use symmpool_allocator::Result;
 
 use super::launch_config::LaunchConfig;
 use super::loaded_kernel::LoadedKernel;
-use super::reduction_call::Work;
+use super::reduction_call::ReductionCall;
 use super::spec::KernelSpec;
-use crate::cuda::layout::params::Control;
+use crate::cuda::layout::params::ControlLayout;
 
 /// Launches of an engine, on one rank.
 pub(in crate::cuda) trait KernelLauncher {
@@ -16,7 +16,7 @@ pub(in crate::cuda) trait KernelLauncher {
     fn world(&self) -> u32;
 
     /// The layout of the memory that ranks share.
-    fn control(&self) -> &Control;
+    fn control(&self) -> &ControlLayout;
 
     /// Loads a kernel, which is compiled if that is not done yet.
     fn kernel(&mut self, spec: KernelSpec) -> Result<LoadedKernel>;
@@ -25,12 +25,12 @@ pub(in crate::cuda) trait KernelLauncher {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of [`Work`].
+    /// You must keep the promises of [`ReductionCall`].
     unsafe fn launch_blocks(
         &mut self,
         kernel: LoadedKernel,
         config: LaunchConfig,
-        work: &Work,
+        work: &ReductionCall,
     ) -> Result<()>;
 
     /// Launches a kernel whose blocks of equal index work together on all ranks, as peer blocks. Ranks compare
@@ -40,25 +40,25 @@ pub(in crate::cuda) trait KernelLauncher {
     ///
     /// # Safety
     ///
-    /// You must keep the promises of [`Work`].
+    /// You must keep the promises of [`ReductionCall`].
     unsafe fn launch_peer_blocks(
         &mut self,
         kernel: LoadedKernel,
         whole: LaunchConfig,
-        work: &Work,
+        work: &ReductionCall,
     ) -> Result<()>;
 
     /// Has copy engines carry an all-reduce, with kernels that reduce between copies.
     ///
     /// # Safety
     ///
-    /// You must keep the promises of [`Work`].
-    unsafe fn copy_all_reduce(&mut self, work: &Work, output_window: bool) -> Result<()>;
+    /// You must keep the promises of [`ReductionCall`].
+    unsafe fn copy_all_reduce(&mut self, work: &ReductionCall, output_window: bool) -> Result<()>;
 
     /// Has copy engines carry a reduce-scatter, with kernels that reduce between copies.
     ///
     /// # Safety
     ///
-    /// You must keep the promises of [`Work`].
-    unsafe fn copy_reduce_scatter(&mut self, work: &Work) -> Result<()>;
+    /// You must keep the promises of [`ReductionCall`].
+    unsafe fn copy_reduce_scatter(&mut self, work: &ReductionCall) -> Result<()>;
 }

@@ -2,7 +2,7 @@
 //! of SMs (`symmpool/impl/sm_grant.cuh`), and the other one, for small grids, does not.
 
 use super::sm_budget::SmBudget;
-use crate::cuda::driver::api::Handle;
+use crate::cuda::driver::api::CudaHandle;
 
 /// The numbers of threads that blocks may have.
 pub(in crate::cuda) const SIZES: [u32; 7] = [32, 64, 128, 256, 512, 768, 896];
@@ -10,10 +10,10 @@ pub(in crate::cuda) const SIZES: [u32; 7] = [32, 64, 128, 256, 512, 768, 896];
 /// A loaded kernel.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct LoadedKernel {
-    pub(in crate::cuda) function: Handle,
+    pub(in crate::cuda) function: CudaHandle,
     /// The form without a grant: the function for grids that are no larger than the narrow one of the budget. It may be the
     /// same function.
-    pub(in crate::cuda) small: Handle,
+    pub(in crate::cuda) small: CudaHandle,
     /// How many blocks of each of `SIZES` the device runs at once, for sizes that the kernel is compiled for.
     resident: [u32; SIZES.len()],
     /// Blocks that the device runs at once of `small`, and most threads of these.
@@ -31,7 +31,7 @@ pub(in crate::cuda) struct LoadedKernel {
 
 impl LoadedKernel {
     pub(in crate::cuda) fn new(
-        function: Handle,
+        function: CudaHandle,
         resident: [u32; SIZES.len()],
         threads: u32,
         sm_count: u32,
@@ -62,7 +62,7 @@ impl LoadedKernel {
     }
 
     /// The function for a grid of so many blocks.
-    pub(super) fn function_for(&self, blocks: u32) -> Handle {
+    pub(super) fn function_for(&self, blocks: u32) -> CudaHandle {
         if self.is_small(blocks) { self.small } else { self.function }
     }
 

@@ -21,9 +21,9 @@ use symmpool_allocator::{Driver, Error, Result};
 use super::generated_kernel::{GeneratedKernel, GeneratedSource};
 use super::loaded_kernel::{LoadedKernel, SIZES};
 use super::spec::KernelSpec;
-use crate::cuda::driver::api::{Api, Handle, cuda};
+use crate::cuda::driver::api::{Api, CudaHandle, cuda};
 use crate::cuda::layout::params::SmLock;
-use crate::jit::{Arch, Image, Jit, JitOptions, Kernel, Variant};
+use crate::jit::{Arch, Image, Jit, JitOptions, KernelSource, Variant};
 
 /// Compiling and loading a kernel that takes longer has waited for something, and is logged.
 const LONG: Duration = Duration::from_secs(1);
@@ -31,7 +31,7 @@ const LONG: Duration = Duration::from_secs(1);
 const COMPILER_THREADS: usize = 4;
 
 /// The number of ranks of a communicator, and what the kernel is compiled for.
-type Key = (u32, KernelSpec);
+type KernelKey = (u32, KernelSpec);
 
 /// The kernels in one device's context.
 pub(in crate::cuda) struct Modules {
@@ -40,9 +40,9 @@ pub(in crate::cuda) struct Modules {
     driver: Driver,
     arch: Arch,
     sm_count: u32,
-    loaded: Mutex<BTreeMap<Key, (LoadedKernel, Handle)>>,
+    loaded: Mutex<BTreeMap<KernelKey, (LoadedKernel, CudaHandle)>>,
     /// Kernels whose sources are no files of ours.
-    made: Mutex<BTreeMap<GeneratedKernel, (LoadedKernel, Handle)>>,
+    made: Mutex<BTreeMap<GeneratedKernel, (LoadedKernel, CudaHandle)>>,
     /// The address of the [`SmLock`] of the process's communicators on the device.
     sm_lock: u64,
     /// Held while a kernel is loaded, which may take long. Kernels that are loaded already are found meanwhile.
@@ -62,7 +62,7 @@ fn jit(driver: &CudaDriver) -> &'static Jit {
 fn compile_with(
     jit: &Jit,
     arch: Arch,
-    kernel: &Kernel<'_>,
+    kernel: &KernelSource<'_>,
     world: u32,
     spec: &KernelSpec,
 ) -> Result<(Image, String)> {
@@ -98,7 +98,7 @@ pub(in crate::cuda) fn compile_without_device(
     static JIT: OnceLock<Jit> = OnceLock::new();
     let jit = JIT.get_or_init(|| Jit::new(JitOptions::from_env()));
     let GeneratedSource { name, path, entry, source } = source;
-    let kernel = Kernel { name, path, entry, source, asks_for_blocks: false, variants: &[] };
+    let kernel = KernelSource { name, path, entry, source, asks_for_blocks: false, variants: &[] };
     let (image, _) = compile_with(jit, Arch::new(major, minor)?, &kernel, key.world, &key.spec())?;
     Ok(image)
 }
@@ -279,7 +279,7 @@ impl Modules {
             return Ok(kernel);
         }
         let GeneratedSource { name, path, entry, source } = source();
-        let kernel = Kernel {
+        let kernel = KernelSource {
             name: &name,
             path: &path,
             entry: &entry,
@@ -304,7 +304,7 @@ impl Modules {
         at_once(kernels.len(), threads, |nth| {
             let (key, GeneratedSource { name, path, entry, source }) = &kernels[nth];
             let kernel =
-                Kernel { name, path, entry, source, asks_for_blocks: false, variants: &[] };
+                KernelSource { name, path, entry, source, asks_for_blocks: false, variants: &[] };
             let _ = self.compile_as(&kernel, key.world, &key.spec());
         });
     }
@@ -315,7 +315,7 @@ impl Modules {
 
     fn compile_as(
         &self,
-        kernel: &Kernel<'_>,
+        kernel: &KernelSource<'_>,
         world: u32,
         spec: &KernelSpec,
     ) -> Result<(Image, String)> {
@@ -323,7 +323,7 @@ impl Modules {
     }
 
     /// The context must be current.
-    fn load(&self, world: u32, spec: KernelSpec) -> Result<(LoadedKernel, Handle)> {
+    fn load(&self, world: u32, spec: KernelSpec) -> Result<(LoadedKernel, CudaHandle)> {
         let (image, variant) = self.compile(world, spec)?;
         let entry = spec.kernel.entry;
         self.load_image(&image, (entry, spec.threads, spec.mode.shared_bytes()), &variant)
@@ -336,8 +336,8 @@ impl Modules {
         image: &Image,
         (entry, threads, shared): (&str, u32, u32),
         variant: &str,
-    ) -> Result<(LoadedKernel, Handle)> {
-        let mut module: Handle = 0;
+    ) -> Result<(LoadedKernel, CudaHandle)> {
+        let mut module: CudaHandle = 0;
         // SAFETY: the image is what the compiler made for this device, whole (PTX with its NUL);
         // the driver copies it.
         let code = unsafe { (self.api.module_load)(&raw mut module, image.bytes.as_ptr().cast()) };
@@ -350,13 +350,13 @@ impl Modules {
     /// The kernel of a module that was just loaded, and how many of its blocks run at once.
     fn inspect(
         &self,
-        module: Handle,
+        module: CudaHandle,
         (entry, most, shared): (&str, u32, u32),
         variant: &str,
     ) -> Result<LoadedKernel> {
         let entry = CString::new(entry)
             .map_err(|_| Error::system("loading a kernel", "a name with a NUL"))?;
-        let mut function: Handle = 0;
+        let mut function: CudaHandle = 0;
         // SAFETY: the module is loaded; writes one handle through a valid pointer.
         let code = unsafe { (self.api.module_function)(&raw mut function, module, entry.as_ptr()) };
         if code == sys::cudaError_enum::CUDA_ERROR_NOT_FOUND as u32 {
@@ -406,7 +406,7 @@ impl Modules {
     }
 
     /// The context must be current, and nothing of the module may run.
-    fn unload(&self, module: Handle) {
+    fn unload(&self, module: CudaHandle) {
         // SAFETY: loaded by this value and given up here.
         let code = unsafe { (self.api.module_unload)(module) };
         if let Err(error) = CudaDriver::check(code, || "unloading a module".to_owned()) {

@@ -2,17 +2,16 @@
 
 use symmpool_allocator::Stream;
 
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::cuda::layout::params::CallParams;
 use crate::{DType, ReduceOp};
 
-/// A call of a reduction, or of a move that runs in a kernel of reductions, with checked arguments. (Structs that end with
-/// `Work` are what a kernel gets besides its call.) Who launches it must promise that its input is readable and its output
+/// A call of a reduction, or of a move that runs in a kernel of reductions, with checked arguments. Who launches it must promise that its input is readable and its output
 /// writable on the device until the stream has done the call, and that nothing else touches them meanwhile, in any rank's
 /// slot if they are windows.
 #[derive(Clone, Copy)]
-pub(in crate::cuda) struct Work {
-    pub(in crate::cuda) call: Call,
+pub(in crate::cuda) struct ReductionCall {
+    pub(in crate::cuda) call: CallDescription,
     pub(in crate::cuda) input: u64,
     pub(in crate::cuda) output: u64,
     /// Bytes of the whole data, or of a rank's part.
@@ -25,7 +24,7 @@ pub(in crate::cuda) struct Work {
     pub(in crate::cuda) stream: Stream,
 }
 
-impl Work {
+impl ReductionCall {
     pub(in crate::cuda) fn params(&self) -> CallParams {
         CallParams {
             description: *self.call.words(),

@@ -3,7 +3,7 @@
 use super::mode::{KernelMode, OneSidedMode};
 use crate::call::p2p::Direction;
 use crate::cuda::kernel::mode::P2pMode;
-use crate::jit::Kernel;
+use crate::jit::KernelSource;
 use crate::jit::sources::P2P;
 use crate::jit::sources::{BARRIER, MEASURED_BARRIER, ONE_SIDED};
 use crate::{DType, ReduceOp};
@@ -27,7 +27,7 @@ pub(in crate::cuda) const MANY_BYTES: u64 = 4 << 20;
 /// Specification of a kernel: all that it is compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) struct KernelSpec {
-    pub(in crate::cuda) kernel: &'static Kernel<'static>,
+    pub(in crate::cuda) kernel: &'static KernelSource<'static>,
     pub(in crate::cuda) dtype: u8,
     pub(in crate::cuda) op: u8,
     pub(in crate::cuda) mode: KernelMode,
@@ -44,7 +44,7 @@ pub(in crate::cuda) struct KernelSpec {
 
 impl KernelSpec {
     /// Specifies a kernel that moves bytes, or no data at all.
-    pub(in crate::cuda) fn new(kernel: &'static Kernel<'static>, threads: u32) -> Self {
+    pub(in crate::cuda) fn new(kernel: &'static KernelSource<'static>, threads: u32) -> Self {
         let (dtype, op) = (DType::U8 as u8, ReduceOp::Sum as u8);
         Self {
             kernel,
@@ -90,7 +90,7 @@ impl KernelSpec {
 
     /// A kernel that reduces.
     pub(in crate::cuda) fn reduces(
-        kernel: &'static Kernel<'static>,
+        kernel: &'static KernelSource<'static>,
         (dtype, op): (DType, ReduceOp),
     ) -> Self {
         Self { dtype: dtype as u8, op: op as u8, ..Self::new(kernel, THREADS) }

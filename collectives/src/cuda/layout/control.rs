@@ -1,4 +1,4 @@
-//! The layout of the control block, and what its parts have room for. `Control` is that layout; `Comm::control` is the block's
+//! The layout of the control block, and what its parts have room for. `ControlLayout` is that layout; `CommFields::control` is the block's
 //! offset.
 //!
 //! Four parts are inboxes, into which peers write small data that shows by itself that it has arrived. Each area has all four:
@@ -14,7 +14,8 @@ use symmpool_allocator::{Error, HeapLayout, Result};
 
 use super::memory_channels::MemoryFlags;
 use super::params::{
-    AreaFlags, Comm, Control, DEPARTURE, Footprint, ITEM, LOCAL, MAX_PEER_BLOCKS, MAX_RANKS,
+    AreaFlags, CommFields, ControlLayout, DEPARTURE, Footprint, ITEM, LOCAL, MAX_PEER_BLOCKS,
+    MAX_RANKS,
 };
 use crate::signal::channel::CHANNELS;
 
@@ -29,7 +30,7 @@ const MIN_STAGE_BYTES: u64 = 16 << 10;
 /// with 128 peer blocks it takes 1.11. Alone both take the same time.
 pub(in crate::cuda) const MAX_STAGE_BLOCKS: u64 = 96;
 
-impl Control {
+impl ControlLayout {
     /// For `world` ranks, with parts of these sizes.
     pub(in crate::cuda) fn new(world: u32, footprint: Footprint) -> Result<Self> {
         if !(1..=MAX_RANKS).contains(&world) {
@@ -148,8 +149,8 @@ impl Control {
         control: u64,
         timeout: u64,
         fault: u64,
-    ) -> Comm {
-        Comm {
+    ) -> CommFields {
+        CommFields {
             base: layout.base,
             stride: layout.stride,
             control,
@@ -226,7 +227,7 @@ mod tests {
 
     #[test]
     fn lines_have_room_only_between_ranks_that_are_linked_directly() {
-        let control = Control::new(2, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
+        let control = ControlLayout::new(2, Footprint::ample(4 << 20, 1 << 20)).expect("valid");
         assert!(control.for_links(true).ll128_lines() > 0);
         assert_eq!(control.for_links(false).ll128_lines(), 0);
         assert_eq!(control.for_links(false).lamport, control.lamport, "nothing else moves");
@@ -235,15 +236,15 @@ mod tests {
     #[test]
     fn data_that_moves_keeps_its_parts_and_nothing_else_moves() {
         let small = Footprint::at_first(4);
-        let before = Control::new(4, small).expect("valid");
+        let before = ControlLayout::new(4, small).expect("valid");
         let grown = before.with_data(7 << 30, Footprint::ample(32 << 20, 160 << 20));
-        let moved = |control: &Control| {
+        let moved = |control: &ControlLayout| {
             [control.ll, control.ll128, control.escaped, control.lamport, control.plan_scratch]
         };
         assert!(moved(&grown).iter().all(|place| *place >= 7 << 30), "{grown:?}");
         assert_eq!(grown.ll, 7 << 30);
         assert_eq!(grown.data_end(), (7 << 30) + grown.data_bytes());
-        let words = |control: &Control| [control.handshake, control.flags, control.channels];
+        let words = |control: &ControlLayout| [control.handshake, control.flags, control.channels];
         assert_eq!(words(&before), words(&grown));
         // Also in front of the control block.
         let before_it = before.with_data((4_u64 << 20).wrapping_neg(), small);
@@ -258,7 +259,7 @@ mod tests {
     fn nothing_overlaps_and_nonsense_is_refused() {
         for world in 1..=8 {
             let footprint = Footprint::ample(32 << 20, 192 << 20);
-            let control = Control::new(world, footprint).expect("valid");
+            let control = ControlLayout::new(world, footprint).expect("valid");
             let ranks = u64::from(world);
             let parts = [
                 (0, LOCAL),
@@ -292,7 +293,7 @@ mod tests {
             assert!((slot + ITEM) * peers > footprint.escaped);
         }
         let footprint = Footprint::ample(32 << 20, 192 << 20);
-        assert!(Control::new(0, footprint).expect_err("no ranks").is_unsupported());
-        assert!(Control::new(9, footprint).expect_err("too many").is_unsupported());
+        assert!(ControlLayout::new(0, footprint).expect_err("no ranks").is_unsupported());
+        assert!(ControlLayout::new(9, footprint).expect_err("too many").is_unsupported());
     }
 }

@@ -6,7 +6,7 @@ use symmpool_allocator::Error;
 
 use super::memory_channels::{MEMORY_CHANNELS, PIECE_CHANNELS};
 use crate::call::p2p::{Afterwards, Payload, payloads_differ, refused_elsewhere};
-use crate::call::{Call, mismatch_of_two};
+use crate::call::{CallDescription, mismatch_of_two};
 use crate::signal::channel::CHANNELS;
 use crate::types::kernel_struct::kernel_structs;
 
@@ -29,7 +29,7 @@ kernel_structs! {
     /// The record in pinned host memory in which the host reads what went wrong (rule S5). It is written at most once, except
     /// for the asynchronous error.
     #[derive(Default)]
-    pub(in crate::cuda) struct Record as "Fault" {
+    pub(in crate::cuda) struct FaultRecord as "FaultRecord" {
         pub(in crate::cuda) complete: u32,
         kind: u32,
         /// The epoch of the call; for a wait on a channel, the low half of the signal's number.
@@ -184,7 +184,7 @@ pub(in crate::cuda) struct HostView<'a> {
     pub(in crate::cuda) alive: &'a dyn Fn(u32) -> bool,
 }
 
-impl Record {
+impl FaultRecord {
     pub(in crate::cuda) fn error(&self, view: &HostView<'_>) -> Error {
         let Self { kind, epoch, peer, phase, ours, theirs, .. } = *self;
         let HostView { rank, world, timeout, alive } = *view;
@@ -273,7 +273,8 @@ impl Record {
                 absent(peer, what, after)
             }
             MISMATCH => {
-                let (ours, theirs) = (Call::from_words(ours), Call::from_words(theirs));
+                let (ours, theirs) =
+                    (CallDescription::from_words(ours), CallDescription::from_words(theirs));
                 mismatch_of_two(u64::from(epoch), rank, &ours, peer, &theirs)
             }
             COUNTS => {
@@ -334,7 +335,7 @@ fn waited_by_memory_operation(rank: u32, peer: u32, phase: u32) -> String {
     )
 }
 
-impl Record {
+impl FaultRecord {
     /// That a peer did not signal on a channel of memory operations, or did not take a signal, in time.
     pub(in crate::cuda) fn missing(
         (peer, channel): (u32, u32),
@@ -361,8 +362,8 @@ pub(in crate::cuda) mod tests {
     use crate::call::OpType;
 
     /// A record of a wait for rank 2 that took too long, or of nothing yet.
-    pub(in crate::cuda) fn record(complete: bool) -> Record {
-        Record { complete: complete.into(), ..record_of(TIMEOUT, 0) }
+    pub(in crate::cuda) fn record(complete: bool) -> FaultRecord {
+        FaultRecord { complete: complete.into(), ..record_of(TIMEOUT, 0) }
     }
 
     /// The asynchronous error of one call.
@@ -370,9 +371,10 @@ pub(in crate::cuda) mod tests {
         AsyncError { kind: OVERFLOW, calls: 1, ..AsyncError::default() }
     }
 
-    fn record_of(kind: u32, phase: u32) -> Record {
-        let (ours, theirs) = (Call::new(OpType::Barrier), Call::new(OpType::AllReduce));
-        Record {
+    fn record_of(kind: u32, phase: u32) -> FaultRecord {
+        let (ours, theirs) =
+            (CallDescription::new(OpType::Barrier), CallDescription::new(OpType::AllReduce));
+        FaultRecord {
             complete: 1,
             kind,
             epoch: 7,
@@ -448,7 +450,7 @@ pub(in crate::cuda) mod tests {
             assert!(lost.is_peer_lost() && lost.ranks() == [2], "{lost}");
         }
         for missing in [1, 2] {
-            let failed = || Record {
+            let failed = || FaultRecord {
                 theirs: [missing << 32, 0, 0, 0],
                 peer: 0,
                 ..record_of(PEER_FAILED, 0)
@@ -458,22 +460,23 @@ pub(in crate::cuda) mod tests {
             assert!(late.to_string().contains("as rank 0 reported to rank 1"), "{late}");
             assert_eq!(failed().error(&gone).is_peer_lost(), missing == 2);
         }
-        let companion = Record { peer: 1, ..record_of(TIMEOUT, COMPANION) }.error(&there);
+        let companion = FaultRecord { peer: 1, ..record_of(TIMEOUT, COMPANION) }.error(&there);
         assert!(companion.is_timeout() && companion.ranks() == [1], "{companion}");
         assert!(companion.to_string().contains("CUDA_DEVICE_MAX_CONNECTIONS"), "{companion}");
         let differs = record_of(MISMATCH, 0).error(&gone);
         assert!(differs.is_diverged() && differs.ranks() == [1, 2], "{differs}");
         assert!(differs.to_string().contains("rank 1: barrier"), "{differs}");
-        let counts = Record { ours: [2, 1, 100, 99], ..record_of(COUNTS, 0) }.error(&there);
+        let counts = FaultRecord { ours: [2, 1, 100, 99], ..record_of(COUNTS, 0) }.error(&there);
         assert!(counts.is_diverged() && counts.ranks() == [1, 2], "{counts}");
         let text = counts.to_string();
         assert!(text.contains("rank 2 sends 100 elements to rank 1, which expects 99"), "{text}");
         let words = [(100, DType::F32), (99, DType::U8)]
             .map(|(count, dtype)| Payload::new("", 0, count, dtype).expect("sound").word());
-        let refused = Record { ours: [2, 1, words[0], words[1]], ..record_of(PAYLOADS, RECEIVING) };
+        let refused =
+            FaultRecord { ours: [2, 1, words[0], words[1]], ..record_of(PAYLOADS, RECEIVING) };
         let ends = REFUSED_MESSAGE | 1 << 8 | 2;
         let theirs = [u64::from(MESSAGE_FOLLOWS | ends) << 32, words[0], words[1], 0];
-        let left = Record { theirs, peer: 1, ..record_of(PEER_FAILED, 0) };
+        let left = FaultRecord { theirs, peer: 1, ..record_of(PEER_FAILED, 0) };
         for error in [refused.error(&there), left.error(&there)] {
             assert!(error.is_diverged() && error.ranks() == [1, 2], "{error}");
             let text = error.to_string();
@@ -482,12 +485,12 @@ pub(in crate::cuda) mod tests {
         }
         assert!(left.error(&there).to_string().contains("which rank 1 left"));
         let theirs = [u64::from(ends) << 32, 7, 7, 7];
-        let elsewhere = Record { theirs, peer: 3, ..record_of(PEER_FAILED, 0) }.error(&there);
+        let elsewhere = FaultRecord { theirs, peer: 3, ..record_of(PEER_FAILED, 0) }.error(&there);
         assert!(elsewhere.is_diverged() && elsewhere.ranks() == [1, 2], "{elsewhere}");
         assert!(elsewhere.to_string().contains("rank 2 sends to rank 1"), "{elsewhere}");
         for (phase, context) in [(0, true), (CHANNEL + 3, false), (MEMORY + 17, false)] {
             let theirs = [u64::from(halfway_reason(2)) << 32, 7, 7, 7];
-            let error = Record { theirs, ..record_of(PEER_FAILED, phase) }.error(&there);
+            let error = FaultRecord { theirs, ..record_of(PEER_FAILED, phase) }.error(&there);
             assert!(error.is_diverged() && error.ranks() == [2], "{error}");
             let text = error.to_string();
             assert!(text.contains("rank 2 failed in the middle of a call, as rank 1"), "{text}");

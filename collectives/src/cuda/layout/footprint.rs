@@ -10,7 +10,7 @@ use std::ffi::OsStr;
 
 use symmpool_allocator::{Error, Result};
 
-use super::params::{Control, LOCAL};
+use super::params::{ControlLayout, LOCAL};
 use crate::cuda::layout::params::Footprint;
 use crate::signal::channel::CHANNELS;
 
@@ -130,7 +130,7 @@ pub(crate) fn check_total(total: Option<u64>) -> Result<()> {
 fn words(world: u32) -> u64 {
     let ranks = u64::from(world);
     LOCAL
-        + Control::flags_bytes(world)
+        + ControlLayout::flags_bytes(world)
         + ranks * (80 * u64::from(CHANNELS) + (8 << 10))
         + (64 << 10)
 }
@@ -209,7 +209,7 @@ mod tests {
     use crate::cuda::layout::p2p_layout::P2pLayout;
 
     fn bytes(world: u32, footprint: Footprint) -> u64 {
-        let control = Control::new(world, footprint).expect("up to 8 ranks");
+        let control = ControlLayout::new(world, footprint).expect("up to 8 ranks");
         P2pLayout::new(world, control.data_end(), footprint.staging).end(world)
     }
 

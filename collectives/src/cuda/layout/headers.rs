@@ -5,14 +5,14 @@ use std::path::Path;
 
 use symmpool_allocator::Result;
 
-use super::fault::{AsyncError, Record};
+use super::fault::{AsyncError, FaultRecord};
 use super::params::{
-    AreaFlags, CallParams, Comm, Departure, GemmProblem, LocalState, MatmulSmallMWork, MatmulWork,
-    NormWork, PlanWork, SmLock, StreamK, Traffic,
+    AreaFlags, CallParams, CommFields, Departure, GemmProblem, LocalState, MatmulSmallMWork,
+    MatmulWork, NormWork, PlanWork, SmLock, StreamK, Traffic,
 };
 use crate::call::experts::ExpertsWork;
 use crate::jit::tests::{compilers, options};
-use crate::jit::{Arch, Jit, Kernel, Variant};
+use crate::jit::{Arch, Jit, KernelSource, Variant};
 use crate::types::kernel_struct::{KernelType, StructLayout};
 
 /// A header that is made of structs.
@@ -45,12 +45,12 @@ fn headers() -> Vec<Header> {
             "cuda/layout/params.rs` and `cuda/layout/fault.rs",
             vec![
                 layout::<AsyncError>(),
-                layout::<Record>(),
+                layout::<FaultRecord>(),
                 layout::<Departure>(),
                 layout::<AreaFlags>(),
                 layout::<LocalState>(),
                 layout::<SmLock>(),
-                layout::<Comm>(),
+                layout::<CommFields>(),
                 layout::<CallParams>(),
             ],
         ),
@@ -147,8 +147,14 @@ const OFFSETOF: &str = "\
 pub(in crate::cuda) fn compile_assertions(source: &str, defines: &[(&str, &str)]) -> Result<()> {
     let source = format!("{OFFSETOF}{source}extern \"C\" __global__ void assertions() {{}}\n");
     let (name, path) = ("assertions", "assertions.cu");
-    let kernel =
-        Kernel { name, path, entry: name, source: &source, asks_for_blocks: false, variants: &[] };
+    let kernel = KernelSource {
+        name,
+        path,
+        entry: name,
+        source: &source,
+        asks_for_blocks: false,
+        variants: &[],
+    };
     compilers().into_iter().try_for_each(|nvrtc| {
         let variant = Variant { kernel: &kernel, defines };
         Jit::new(options(nvrtc, None)).compile(&variant, Arch::new(9, 0)?).map(|_| ())

@@ -3,7 +3,7 @@
 
 use std::mem::offset_of;
 
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::call::matmul::MAX_PROBLEMS;
 use crate::types::kernel_struct::kernel_structs;
 
@@ -95,7 +95,7 @@ kernel_structs! {
     /// are the call's area. Once a communicator's memory has grown they may lie in another block, also in front of this one:
     /// offsets are added modulo 2^64.
     #[derive(Clone, Copy, Debug, Default)]
-    pub(in crate::cuda) struct Control as "" {
+    pub(in crate::cuda) struct ControlLayout as "" {
         pub(in crate::cuda) handshake: u64,
         pub(in crate::cuda) flags: u64,
         pub(in crate::cuda) flags_bytes: u64,
@@ -118,7 +118,7 @@ kernel_structs! {
 
     /// The communicator, as a kernel is given it.
     #[derive(Clone, Copy, Debug)]
-    pub(in crate::cuda) struct Comm as "CommFields" {
+    pub(in crate::cuda) struct CommFields as "CommFields" {
         /// The address of slot 0.
         pub(in crate::cuda) base: u64 as "char*",
         /// Bytes from one slot to the next.
@@ -127,10 +127,10 @@ kernel_structs! {
         pub(in crate::cuda) control: u64,
         /// Offsets from the control block, and the lengths of all parities together, in bytes. Those for data are the call's
         /// area, which may lie in another block in front of this one: offsets are added modulo 2^64.
-        pub(in crate::cuda) places: Control,
+        pub(in crate::cuda) places: ControlLayout,
         /// Nanoseconds.
         pub(in crate::cuda) timeout: u64,
-        pub(in crate::cuda) fault: u64 as "Fault*",
+        pub(in crate::cuda) fault: u64 as "FaultRecord*",
         pub(in crate::cuda) rank: u32,
         /// Whether the stream's next kernel may start while this one runs (programmatic dependent launch).
         pub(in crate::cuda) early: u16,
@@ -147,7 +147,7 @@ kernel_structs! {
     /// The arguments of a call. Kernels outside of calls, and those beside copy engines, use fields otherwise, as their files say:
     /// `p2p.cu`, `one_sided.cu`, `two_shot_copy.cu`, `copy_companion.cu`, `broadcast_pipeline.cu`, `two_shot_pipeline.cu`.
     #[derive(Clone, Copy, Debug)]
-    pub(in crate::cuda) struct CallParams as "Call" {
+    pub(in crate::cuda) struct CallParams as "CallParams" {
         /// Words that ranks compare in the handshake (rule S6).
         pub(in crate::cuda) description: [u64; 4],
         pub(in crate::cuda) input: u64 as "const char*",
@@ -181,7 +181,7 @@ kernel_structs! {
         pub(in crate::cuda) interval: u32,
     }
 
-    /// The arguments of a fused all-reduce besides those of `Call`. Rows follow each other without gaps.
+    /// The arguments of a fused all-reduce besides those of `CallParams`. Rows follow each other without gaps.
     #[derive(Clone, Copy, Debug)]
     pub(in crate::cuda) struct NormWork as "NormWork" {
         /// The residual, or null.
@@ -241,7 +241,7 @@ kernel_structs! {
         pub(in crate::cuda) helper_blocks: u32,
     }
 
-    /// The arguments of a product of tensor cores besides those of `Call`.
+    /// The arguments of a product of tensor cores besides those of `CallParams`.
     #[derive(Clone, Copy, Debug)]
     pub(in crate::cuda) struct MatmulWork as "MatmulWork" {
         /// This rank's part of the left matrix, where it is sent to the others.
@@ -282,7 +282,7 @@ kernel_structs! {
         pub(in crate::cuda) split: StreamK,
     }
 
-    /// The arguments of a product of few rows besides those of `Call`, whose output is the sum.
+    /// The arguments of a product of few rows besides those of `CallParams`, whose output is the sum.
     #[derive(Clone, Copy, Debug)]
     pub(in crate::cuda) struct MatmulSmallMWork as "MatmulSmallMWork" {
         pub(in crate::cuda) left: TensorMap,
@@ -352,7 +352,7 @@ impl AreaFlags {
 
 impl CallParams {
     /// A call without data.
-    pub(in crate::cuda) fn of(call: &Call) -> Self {
+    pub(in crate::cuda) fn of(call: &CallDescription) -> Self {
         Self {
             description: *call.words(),
             input: 0,

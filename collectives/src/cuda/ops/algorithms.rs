@@ -10,7 +10,7 @@ use crate::cuda::all_to_all::ALL_TO_ALL;
 use crate::cuda::all_to_all::row::Exchange;
 use crate::cuda::broadcast::BROADCAST;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::layout::params::Control;
+use crate::cuda::layout::params::ControlLayout;
 use crate::cuda::reduce_scatter::REDUCE_SCATTER;
 use crate::cuda::reduce_scatter::row::ReduceScatter;
 
@@ -57,7 +57,12 @@ impl CudaEngine {
         layouts.last().is_some_and(|largest| self.check_fit_in(id, shape, largest).is_ok())
     }
 
-    fn check_fit_in(&self, id: AlgorithmId, shape: &CallShape, layout: &Control) -> Result<()> {
+    fn check_fit_in(
+        &self,
+        id: AlgorithmId,
+        shape: &CallShape,
+        layout: &ControlLayout,
+    ) -> Result<()> {
         let collective = shape.collective;
         match collective {
             StandardCollective::AllReduce => self.check_all_reduce(id, shape, layout),

@@ -13,12 +13,12 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::all_to_all::{ExchangeArgs, Parts};
 use super::copy_engine::all_to_all::EqualParts;
 use crate::algorithm::{COPY, StandardCollective};
-use crate::call::{Arguments, Call, StandardCall};
+use crate::call::{Arguments, CallDescription, StandardCall};
 use crate::cuda::all_gather::ll;
 use crate::cuda::broadcast::pipeline;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::TwoShotCollective;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::{DType, ReduceOp};
 
 /// Broadcasts of so many bytes or more take two steps where there are more than two ranks. The second step costs
@@ -45,7 +45,8 @@ impl CudaEngine {
         }
         let call = call.describe().algorithm(by.id);
         if ll::serves(by, part, self.world()) {
-            let work = Work { stride: part, ..moved(call, (from, to), part, dtype, stream) };
+            let work =
+                ReductionCall { stride: part, ..moved(call, (from, to), part, dtype, stream) };
             // SAFETY: the caller promised that `input` is readable for a part and `output` writable for all parts,
             // until the stream has done the call; `work` has their addresses and the bytes of a part.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::AllGather) };
@@ -95,14 +96,14 @@ impl CudaEngine {
         let call = call.describe().algorithm(by.id);
         if ll::serves(by, bytes, world) {
             let at = self.address(place);
-            let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
+            let work = ReductionCall { root, ..moved(call, (at, at), bytes, dtype, stream) };
             // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
             // stream has done the call; it is both input and output of `work`.
             return unsafe { self.send_in_ll(&work, TwoShotCollective::Broadcast) };
         }
         if pipeline::serves(by, bytes, world) {
             let at = self.address(place);
-            let work = Work { root, ..moved(call, (at, at), bytes, dtype, stream) };
+            let work = ReductionCall { root, ..moved(call, (at, at), bytes, dtype, stream) };
             self.note_algorithm(pipeline::ROW.id.label(StandardCollective::Broadcast), None);
             // SAFETY: the caller promised that the output is readable and writable for `count` elements until the
             // stream has done the call; it is both input and output of `work`.
@@ -138,7 +139,7 @@ impl CudaEngine {
     /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output in `arguments`.
     pub(in crate::cuda) unsafe fn copy_alone(
         &mut self,
-        call: Call,
+        call: CallDescription,
         arguments: &Arguments,
         stream: Stream,
     ) -> Result<()> {
@@ -155,7 +156,11 @@ impl CudaEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
-    unsafe fn send_in_ll(&mut self, work: &Work, collective: TwoShotCollective) -> Result<()> {
+    unsafe fn send_in_ll(
+        &mut self,
+        work: &ReductionCall,
+        collective: TwoShotCollective,
+    ) -> Result<()> {
         if work.bytes == 0 {
             return self.handshake_only(work.call, work.stream);
         }
@@ -167,14 +172,14 @@ impl CudaEngine {
 
 /// A call that moves data without reducing it.
 fn moved(
-    call: Call,
+    call: CallDescription,
     (input, output): (u64, u64),
     bytes: u64,
     dtype: DType,
     stream: Stream,
-) -> Work {
+) -> ReductionCall {
     let op = ReduceOp::Sum;
-    Work { call, input, output, bytes, stride: 0, dtype, op, root: 0, stream }
+    ReductionCall { call, input, output, bytes, stride: 0, dtype, op, root: 0, stream }
 }
 
 /// How many of `count` elements each rank's share has.

@@ -13,9 +13,9 @@ use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
-use crate::cuda::layout::params::{CallParams, Control};
+use crate::cuda::layout::params::{CallParams, ControlLayout};
 
 impl CudaEngine {
     /// Reduces `count` elements of every rank's `input` into every rank's `output`, on `stream`.
@@ -52,8 +52,17 @@ impl CudaEngine {
             .output(output)
             .in_place(from == to);
         let stride = 0;
-        let work =
-            Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
+        let work = ReductionCall {
+            call,
+            input: from,
+            output: to,
+            bytes,
+            stride,
+            dtype,
+            op,
+            root: 0,
+            stream,
+        };
         if self.world() == 1 {
             // SAFETY: the caller promised that `input` is readable and `output` writable for `count` elements until the
             // stream has done the call; `arguments` has both.
@@ -115,7 +124,7 @@ impl CudaEngine {
         &self,
         id: AlgorithmId,
         shape: &CallShape,
-        layout: &Control,
+        layout: &ControlLayout,
     ) -> Result<()> {
         let windows = (shape.input_window, shape.output_window);
         let shape = self.all_reduce_shape(shape.bytes, shape.dtype, windows);
@@ -128,7 +137,7 @@ impl KernelLauncher for CudaEngine {
         Self::world(self)
     }
 
-    fn control(&self) -> &Control {
+    fn control(&self) -> &ControlLayout {
         &self.control
     }
 
@@ -140,7 +149,7 @@ impl KernelLauncher for CudaEngine {
         &mut self,
         kernel: LoadedKernel,
         config: LaunchConfig,
-        work: &Work,
+        work: &ReductionCall,
     ) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call;
         // the parameters have their addresses.
@@ -151,21 +160,21 @@ impl KernelLauncher for CudaEngine {
         &mut self,
         kernel: LoadedKernel,
         whole: LaunchConfig,
-        work: &Work,
+        work: &ReductionCall,
     ) -> Result<()> {
-        let work = Work { call: work.call.peer_blocks(whole.worker_blocks()), ..*work };
+        let work = ReductionCall { call: work.call.peer_blocks(whole.worker_blocks()), ..*work };
         let params = CallParams { peer_blocks: whole.worker_blocks(), ..work.params() };
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call;
         // the parameters have their addresses.
         unsafe { self.launch_in(kernel, whole.within_budget(&kernel), &params, work.stream) }
     }
 
-    unsafe fn copy_all_reduce(&mut self, work: &Work, output_window: bool) -> Result<()> {
+    unsafe fn copy_all_reduce(&mut self, work: &ReductionCall, output_window: bool) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.two_shot_copy(work, output_window) }
     }
 
-    unsafe fn copy_reduce_scatter(&mut self, work: &Work) -> Result<()> {
+    unsafe fn copy_reduce_scatter(&mut self, work: &ReductionCall) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
         unsafe { self.scatter_by_copies(work) }
     }

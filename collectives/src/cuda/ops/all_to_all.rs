@@ -8,7 +8,7 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::call::{Arguments, Call, OpType, StandardCall};
+use crate::call::{Arguments, CallDescription, OpType, StandardCall};
 use crate::cuda::all_to_all::row::{Exchange, Use};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
@@ -30,21 +30,21 @@ const MAX_LAUNCHES: u64 = 4;
 const MAX_BLOCKS: u32 = 132;
 
 /// A number for each rank.
-type PerRank = [u64; MAX_RANKS as usize];
+type RankWords = [u64; MAX_RANKS as usize];
 
 /// Elements that a rank sends to and receives from each rank, if the host knows them, and the bytes at which they begin
 /// in its input and output. Ranks exchange counts alone, so parts follow each other in outputs.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::cuda) struct Parts {
-    send: PerRank,
-    receive: PerRank,
-    send_begin: PerRank,
-    receive_begin: PerRank,
+    send: RankWords,
+    receive: RankWords,
+    send_begin: RankWords,
+    receive_begin: RankWords,
 }
 
 impl Parts {
     /// Parts that lie one behind the other in the input and in the output.
-    fn contiguous(send: PerRank, receive: PerRank, size: u64) -> Self {
+    fn contiguous(send: RankWords, receive: RankWords, size: u64) -> Self {
         let (send_begin, receive_begin) = (begins(&send, size), begins(&receive, size));
         Self { send, receive, send_begin, receive_begin }
     }
@@ -53,7 +53,7 @@ impl Parts {
     pub(in crate::cuda) fn gathered(rank: u32, counts: &[u64], size: u64) -> Self {
         let receive = per_rank(counts.iter().copied());
         let send = per_rank(counts.iter().map(|_| counts[rank as usize]));
-        Self { send_begin: PerRank::default(), ..Parts::contiguous(send, receive, size) }
+        Self { send_begin: RankWords::default(), ..Parts::contiguous(send, receive, size) }
     }
 
     /// Parts of a root, which sends `counts[r]` elements to each other rank `r`, which begin at byte `begins[r]` of its
@@ -76,8 +76,8 @@ impl Parts {
 
     /// The range of `count` elements from element `from` on of each part, as far as the part reaches.
     fn piece(&self, from: u64, count: u64, size: u64) -> Self {
-        let counts = |all: PerRank| all.map(|each| each.saturating_sub(from).min(count));
-        let begins = |mut begins: PerRank, counts: &PerRank| {
+        let counts = |all: RankWords| all.map(|each| each.saturating_sub(from).min(count));
+        let begins = |mut begins: RankWords, counts: &RankWords| {
             for (begin, count) in begins.iter_mut().zip(counts) {
                 *begin += from.min(*count) * size;
             }
@@ -95,7 +95,7 @@ impl Parts {
 /// Arguments that the parts of one exchange have in common. A call makes one exchange or several.
 #[derive(Clone, Copy)]
 pub(in crate::cuda) struct ExchangeArgs {
-    pub(in crate::cuda) call: Call,
+    pub(in crate::cuda) call: CallDescription,
     pub(in crate::cuda) by: &'static Exchange,
     /// Input and output.
     pub(in crate::cuda) places: (Place, Place),
@@ -112,8 +112,8 @@ fn pieces(count: u64, most: u64, size: u64) -> impl Iterator<Item = (u64, u64)> 
     (0..count.div_ceil(each)).map(move |nth| (nth * each, each.min(count - nth * each)))
 }
 
-fn per_rank(numbers: impl Iterator<Item = u64>) -> PerRank {
-    let mut all = PerRank::default();
+fn per_rank(numbers: impl Iterator<Item = u64>) -> RankWords {
+    let mut all = RankWords::default();
     for (each, number) in all.iter_mut().zip(numbers) {
         *each = number;
     }
@@ -221,8 +221,9 @@ impl CudaEngine {
     ) -> Result<()> {
         let (rank, size) = (self.rank() as usize, args.size);
         let (inbox_bytes, head) = self.inbox_limits(args.by);
-        let others =
-            |counts: PerRank| counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank);
+        let others = |counts: RankWords| {
+            counts.into_iter().enumerate().filter(move |(peer, _)| *peer != rank)
+        };
         let longest =
             others(parts.send).chain(others(parts.receive)).map(|(_, count)| count * size);
         let longest = longest.max().unwrap_or(0);
@@ -355,10 +356,10 @@ impl CudaEngine {
         let by = self.default_exchange;
         let (inbox_bytes, head) = self.inbox_limits(by);
         let traffic = Traffic {
-            send: PerRank::default(),
-            receive: PerRank::default(),
-            send_begin: PerRank::default(),
-            receive_begin: PerRank::default(),
+            send: RankWords::default(),
+            receive: RankWords::default(),
+            send_begin: RankWords::default(),
+            receive_begin: RankWords::default(),
             splits: counts,
             received,
             offsets,
@@ -445,12 +446,12 @@ impl CudaEngine {
 }
 
 /// Description of an exchange. It has neither places nor counts: those are in the rows of the traffic matrix.
-fn describe(by: &Exchange, dtype: DType, row: usize) -> Call {
-    Call::new(OpType::AllToAllV).elements(dtype, row).algorithm(by.id)
+fn describe(by: &Exchange, dtype: DType, row: usize) -> CallDescription {
+    CallDescription::new(OpType::AllToAllV).elements(dtype, row).algorithm(by.id)
 }
 
 /// The byte at which each part begins, for parts of so many elements that lie one behind the other.
-fn begins(counts: &PerRank, size: u64) -> PerRank {
+fn begins(counts: &RankWords, size: u64) -> RankWords {
     let mut before = 0;
     counts.map(|count| {
         before += count * size;

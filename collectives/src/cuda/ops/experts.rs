@@ -4,13 +4,13 @@
 
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::call::experts::{ExpertCall, ExpertShape, Quantization};
-use crate::call::{Call, OpType};
+use crate::call::experts::{ExpertCall, ExpertQuantization, ExpertShape};
+use crate::call::{CallDescription, OpType};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{ExpertsMode, KernelMode};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
-use crate::cuda::layout::params::{CallParams, Control};
-use crate::jit::Kernel;
+use crate::cuda::layout::params::{CallParams, ControlLayout};
+use crate::jit::KernelSource;
 use crate::jit::sources::{COMBINE, DISPATCH};
 use crate::{DType, ReceivedSizes, ReduceOp};
 
@@ -77,7 +77,7 @@ impl CudaEngine {
 
     /// How many tokens a rank may have whose rows travel through inboxes, which must have room for them: `InboxRows` and
     /// `InboxDetails` in `experts/inbox.cuh`. It is the same on every rank, and no less in a combine than in a dispatch.
-    fn inbox_tokens(&self, operation: OpType, shape: &ExpertShape, layout: &Control) -> u32 {
+    fn inbox_tokens(&self, operation: OpType, shape: &ExpertShape, layout: &ControlLayout) -> u32 {
         let row = (shape.row_bytes() as u64 / 16).next_multiple_of(16);
         let rows = layout.escaped_slot(self.world()) / 16 / row;
         let top_k = u64::from(shape.top_k);
@@ -104,7 +104,7 @@ impl CudaEngine {
     /// You must keep the promises of [`ExpertBuffer::dispatch_at`](crate::ExpertBuffer::dispatch_at).
     pub(crate) unsafe fn dispatch(&mut self, call: &ExpertCall, stream: Stream) -> Result<()> {
         self.begin(stream)?;
-        let quantizes = call.work.quantize != Quantization::None as u32;
+        let quantizes = call.work.quantize != ExpertQuantization::None as u32;
         let by_expert = call.mode.by_expert;
         let spec = self.dispatch_spec(&call.shape, by_expert, quantizes, &self.control);
         // SAFETY: the caller promised that what `call` points to is readable, or writable, for its lengths until the
@@ -180,7 +180,8 @@ impl CudaEngine {
         let (kernel, threads) = (self.kernel(spec)?, spec.threads);
         let room = kernel.resident(threads).min(kernel.budget.most_blocks);
         let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, PEER_BLOCKS + 1);
-        let described = Call::new(operation).experts(&call.shape, call.mode).output(call.region);
+        let described =
+            CallDescription::new(operation).experts(&call.shape, call.mode).output(call.region);
         let params = CallParams::of(&described.peer_blocks(PEER_BLOCKS));
         let mut work = call.work;
         work.peer_blocks = PEER_BLOCKS;
@@ -198,7 +199,7 @@ impl CudaEngine {
         shape: &ExpertShape,
         by_expert: bool,
         quantizes: bool,
-        layout: &Control,
+        layout: &ControlLayout,
     ) -> KernelSpec {
         let only_low_latency = self.has_only_low_latency(OpType::ExpertDispatch, shape, layout);
         let dtype = if quantizes { shape.dtype } else { DType::U8 };
@@ -212,7 +213,7 @@ impl CudaEngine {
         shape: &ExpertShape,
         by_expert: bool,
         tokens: u32,
-        layout: &Control,
+        layout: &ControlLayout,
     ) -> KernelSpec {
         let only_low_latency = self.has_only_low_latency(OpType::ExpertCombine, shape, layout);
         let is_low_latency = only_low_latency && tokens <= MAX_LOW_LATENCY_COMBINED;
@@ -230,14 +231,14 @@ impl CudaEngine {
         &self,
         operation: OpType,
         shape: &ExpertShape,
-        layout: &Control,
+        layout: &ControlLayout,
     ) -> bool {
         shape.max_tokens <= self.inbox_tokens(operation, shape, layout) as usize
     }
 }
 
 fn spec(
-    kernel: &'static Kernel<'static>,
+    kernel: &'static KernelSource<'static>,
     dtype: DType,
     mode: ExpertsMode,
     threads: u32,

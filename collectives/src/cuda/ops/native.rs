@@ -5,7 +5,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::algorithm::{NativeKernel, StandardCollective};
-use crate::call::{Arguments, Call, OpType};
+use crate::call::{Arguments, CallDescription, OpType};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
@@ -159,7 +159,7 @@ fn native_grid(
 }
 
 /// Describes a call, for ranks to compare.
-fn describe(native: &NativeKernel, arguments: &Arguments) -> Call {
+fn describe(native: &NativeKernel, arguments: &Arguments) -> CallDescription {
     let operation = OpType::of(native.collective);
     let reached = [native.input_window, native.output_window];
     arguments.described(operation, native.collective.reduces(), reached, native.hash())

@@ -9,7 +9,7 @@ use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::mode::{KernelMode, NormMode};
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, NormWork};
-use crate::jit::Kernel;
+use crate::jit::KernelSource;
 use crate::jit::sources::{NORM_ONE_SHOT, NORM_TWO_SHOT};
 use crate::{FusedAlgorithm, NormBuffers, NormOutput, NormShape, ReduceOp};
 
@@ -111,7 +111,7 @@ fn one_shot_is_faster(rows: u64, world: u64) -> bool {
     world == 2 || rows * (world - 1) <= 3 * 64
 }
 
-fn spec(file: &'static Kernel<'static>, shape: &NormShape, world: u32) -> KernelSpec {
+fn spec(file: &'static KernelSource<'static>, shape: &NormShape, world: u32) -> KernelSpec {
     let (units, held) = shape.units(world);
     let mode = NormMode { output: shape.output, units: units as u8, held };
     KernelSpec {

@@ -9,7 +9,7 @@ use symmpool_allocator::{Result, Stream};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::OneSidedMode;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
-use crate::cuda::layout::params::{CallParams, ChannelEnd, Comm};
+use crate::cuda::layout::params::{CallParams, ChannelEnd, CommFields};
 use crate::signal::channel::CHANNELS;
 use crate::types::timeout::nanoseconds;
 
@@ -83,7 +83,7 @@ impl CudaEngine {
     ) -> Result<()> {
         let nanoseconds = nanoseconds(timeout);
         let params = without_data(peer, channel, nanoseconds);
-        let comm = Comm { timeout: nanoseconds, ..self.with_channels(set) };
+        let comm = CommFields { timeout: nanoseconds, ..self.with_channels(set) };
         let end = ChannelEnd { set, sends: false, peer, number: channel };
         // SAFETY: nothing is pointed to but the control block, which the communicator keeps, and the set, which whoever
         // made it promised to keep until the last operation on it is over.
@@ -91,7 +91,7 @@ impl CudaEngine {
     }
 
     /// Returns what a kernel is given to find the channels of a set, which lies at the same offset on all ranks.
-    fn with_channels(&self, set: u64) -> Comm {
+    fn with_channels(&self, set: u64) -> CommFields {
         let mut comm = self.comm;
         if set != 0 {
             let rank = u64::from(comm.rank);
@@ -170,14 +170,14 @@ impl CudaEngine {
     unsafe fn launch_one_sided(
         &mut self,
         (mode, blocks): (OneSidedMode, u32),
-        comm: &Comm,
+        comm: &CommFields,
         params: &CallParams,
         end: Option<ChannelEnd>,
         stream: Stream,
     ) -> Result<()> {
         self.ready()?;
         self.check_stream(stream)?;
-        let comm = Comm { early: self.begin_outside_calls().into(), ..*comm };
+        let comm = CommFields { early: self.begin_outside_calls().into(), ..*comm };
         let spec = KernelSpec::one_sided(mode);
         let kernel = self.kernel(spec)?;
         // Signals and waits on one end of a channel are counted, so they keep the order of the calls.

@@ -10,7 +10,7 @@ use crate::call::{Arguments, StandardCall};
 use crate::cuda::all_reduce::constraints::fits_lamport;
 use crate::cuda::all_reduce::two_shot::part_launch;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::reduce_scatter::row::ReduceScatter;
 use crate::cuda::reduce_scatter::scatter_shape::ScatterShape;
 
@@ -54,8 +54,17 @@ impl CudaEngine {
             self.check_disjoint("reduce_scatter", (from, whole), (to, part), stream)?;
         }
         let (bytes, stride) = (part, part);
-        let work =
-            Work { call, input: from, output: to, bytes, stride, dtype, op, root: 0, stream };
+        let work = ReductionCall {
+            call,
+            input: from,
+            output: to,
+            bytes,
+            stride,
+            dtype,
+            op,
+            root: 0,
+            stream,
+        };
         if part == 0 {
             return self.handshake_only(call, stream);
         }

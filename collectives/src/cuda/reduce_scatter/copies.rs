@@ -8,7 +8,7 @@ use super::row::{ReduceScatter, ScatterCases};
 use crate::algorithm::COPY;
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::kernel::launcher::KernelLauncher;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 
 /// Copy engines carry parts of at least so many bytes, if scratch has room for as many at once. On two H200s 32 MiB
@@ -33,8 +33,8 @@ pub(super) const ROW: ReduceScatter = ReduceScatter {
 
 /// # Safety
 ///
-/// You must keep the promises of [`Work`].
-unsafe fn launch(engine: &mut dyn KernelLauncher, work: &Work) -> Result<()> {
+/// You must keep the promises of [`ReductionCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, work: &ReductionCall) -> Result<()> {
     // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
     unsafe { engine.copy_reduce_scatter(work) }
 }

@@ -11,7 +11,7 @@ use crate::algorithm::DIRECT;
 use crate::cuda::kernel::launch_config::LaunchConfig;
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::mode::TwoShotCollective;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::{KernelSpec, THREADS};
 use crate::cuda::layout::params::MAX_PEER_BLOCKS;
 
@@ -35,8 +35,8 @@ pub(super) const ROW: ReduceScatter = ReduceScatter {
 
 /// # Safety
 ///
-/// You must keep the promises of [`Work`].
-unsafe fn launch(engine: &mut dyn KernelLauncher, work: &Work) -> Result<()> {
+/// You must keep the promises of [`ReductionCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, work: &ReductionCall) -> Result<()> {
     let loaded = engine.kernel((ROW.kernel)(engine.world(), (work.dtype, work.op)))?;
     let vectors = work.bytes.div_ceil(16);
     let config = LaunchConfig::new(&loaded.alone(), vectors, THREADS, MAX_PEER_BLOCKS);

@@ -11,7 +11,7 @@ use crate::cuda::all_reduce::constraints::fits_lamport;
 use crate::cuda::all_reduce::two_shot::one_of_two_shots;
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::mode::TwoShotCollective;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::{KernelSpec, MANY_BYTES};
 
 /// Reduce-scatters of parts of no more bytes go through inboxes if they take few launches. On four H200s parts of 8 MiB take 84
@@ -55,16 +55,16 @@ fn most_bytes(world: u32) -> u64 {
 
 /// # Safety
 ///
-/// You must keep the promises of [`Work`].
-unsafe fn launch_lamport(engine: &mut dyn KernelLauncher, work: &Work) -> Result<()> {
+/// You must keep the promises of [`ReductionCall`].
+unsafe fn launch_lamport(engine: &mut dyn KernelLauncher, work: &ReductionCall) -> Result<()> {
     // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
     unsafe { one_of_two_shots(engine, work, TwoShotCollective::ReduceScatter, true) }
 }
 
 /// # Safety
 ///
-/// You must keep the promises of [`Work`].
-unsafe fn launch_ll(engine: &mut dyn KernelLauncher, work: &Work) -> Result<()> {
+/// You must keep the promises of [`ReductionCall`].
+unsafe fn launch_ll(engine: &mut dyn KernelLauncher, work: &ReductionCall) -> Result<()> {
     // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
     unsafe { one_of_two_shots(engine, work, TwoShotCollective::ReduceScatter, false) }
 }

@@ -9,7 +9,7 @@ use crate::algorithm::PIPELINE;
 use crate::cuda::all_reduce::two_shot_pipeline::{Results, by_pipeline};
 use crate::cuda::kernel::launcher::KernelLauncher;
 use crate::cuda::kernel::mode::TwoShotCollective;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 
 pub(super) const ROW: ReduceScatter = ReduceScatter {
@@ -24,8 +24,8 @@ pub(super) const ROW: ReduceScatter = ReduceScatter {
 
 /// # Safety
 ///
-/// You must keep the promises of [`Work`].
-unsafe fn launch(engine: &mut dyn KernelLauncher, work: &Work) -> Result<()> {
+/// You must keep the promises of [`ReductionCall`].
+unsafe fn launch(engine: &mut dyn KernelLauncher, work: &ReductionCall) -> Result<()> {
     // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
     unsafe { by_pipeline(engine, work, TwoShotCollective::ReduceScatter, Results::Direct) }
 }

@@ -5,7 +5,7 @@ use symmpool_allocator::Result;
 use super::scatter_shape::ScatterShape;
 use crate::algorithm::AlgorithmId;
 use crate::cuda::kernel::launcher::KernelLauncher;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::{DType, ReduceOp};
 
@@ -20,8 +20,8 @@ pub(in crate::cuda) struct ReduceScatter {
     pub(super) pays_off: fn(&ScatterShape) -> bool,
     /// The kernel that calls which choose it by themselves need, on so many ranks.
     pub(in crate::cuda) kernel: fn(u32, (DType, ReduceOp)) -> KernelSpec,
-    /// Launches it. You must keep the promises of [`Work`].
-    pub(in crate::cuda) launch: unsafe fn(&mut dyn KernelLauncher, &Work) -> Result<()>,
+    /// Launches it. You must keep the promises of [`ReductionCall`].
+    pub(in crate::cuda) launch: unsafe fn(&mut dyn KernelLauncher, &ReductionCall) -> Result<()>,
     /// Facts that its checks need to know.
     pub(super) cases: ScatterCases,
 }

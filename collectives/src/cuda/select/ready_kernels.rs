@@ -8,7 +8,7 @@ use crate::cuda::all_reduce::row::AllReduce;
 use crate::cuda::all_to_all::copies::COMPANION;
 use crate::cuda::broadcast::pipeline;
 use crate::cuda::kernel::mode::{AllToAllMode, OneSidedMode, TwoShotCollective};
-use crate::cuda::layout::params::Control;
+use crate::cuda::layout::params::ControlLayout;
 use crate::cuda::reduce_scatter::scatter_kernels;
 use crate::cuda::select::table::MeasuredTable;
 use crate::{AllReduceAlgorithm, DType, ReduceOp};
@@ -54,7 +54,7 @@ impl KernelSpec {
     fn for_reduction(
         reduction: (DType, ReduceOp),
         (usual, requested): (&AllReduceShape, AllReduceAlgorithm),
-        control: &Control,
+        control: &ControlLayout,
         measured: &MeasuredTable,
     ) -> Vec<Self> {
         let (world, dtype) = (usual.world, reduction.0);
@@ -82,7 +82,7 @@ impl KernelSpec {
     /// its memory may have.
     pub(in crate::cuda) fn ready(
         (usual, requested): (&AllReduceShape, AllReduceAlgorithm),
-        layouts: &[Control],
+        layouts: &[ControlLayout],
         measured: &MeasuredTable,
     ) -> Result<Vec<Self>> {
         let mut all = Self::for_moves(usual.world);
@@ -160,7 +160,7 @@ mod tests {
     fn whatever_is_chosen_by_itself_is_ready() {
         for world in 2..=8 {
             let control =
-                Control::new(world, Footprint::ample(32 << 20, 192 << 20)).expect("valid");
+                ControlLayout::new(world, Footprint::ample(32 << 20, 192 << 20)).expect("valid");
             for name in ["NVIDIA H200", "a device"] {
                 let measured = MeasuredTable::of(&vec![name; world as usize]);
                 let usual = shape(world);
@@ -198,7 +198,7 @@ mod tests {
     fn what_is_ready_is_little() {
         for (world, most) in [(1, 9), (2, 45), (4, 45), (8, 45)] {
             let control =
-                Control::new(world, Footprint::ample(32 << 20, 192 << 20)).expect("valid");
+                ControlLayout::new(world, Footprint::ample(32 << 20, 192 << 20)).expect("valid");
             for name in ["NVIDIA H200", "a device"] {
                 let measured = MeasuredTable::of(&vec![name; world as usize]);
                 let usual = shape(world);

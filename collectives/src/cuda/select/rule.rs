@@ -8,7 +8,7 @@ use crate::AllReduceAlgorithm as Algorithm;
 use crate::cuda::all_reduce::ALL_REDUCE;
 use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
 use crate::cuda::all_reduce::row::AllReduce;
-use crate::cuda::layout::params::Control;
+use crate::cuda::layout::params::ControlLayout;
 use crate::cuda::layout::piece_slots::{SLOTS_OF_BOTH, pays_off};
 
 /// Way in which an algorithm was chosen.
@@ -63,7 +63,7 @@ const PULL_BYTES: u64 = 48 << 20;
 
 impl AllReduceShape {
     /// The algorithm that should be best on any device: the first of an order that can serve the call.
-    fn rule(&self, control: &Control) -> Algorithm {
+    fn rule(&self, control: &ControlLayout) -> Algorithm {
         use Algorithm as A;
         let ranks = u64::from(self.world);
         let one_shot_is_faster = |hop_bytes: u64| {
@@ -106,7 +106,7 @@ impl AllReduceShape {
     pub(in crate::cuda) fn entry(
         &self,
         requested: Algorithm,
-        control: &Control,
+        control: &ControlLayout,
         measured: &MeasuredTable,
     ) -> Result<(&'static AllReduce, ChosenBy)> {
         let (name, why) = self.choose(requested, control, measured)?;
@@ -120,7 +120,7 @@ impl AllReduceShape {
     pub(in crate::cuda) fn choose(
         &self,
         requested: Algorithm,
-        control: &Control,
+        control: &ControlLayout,
         measured: &MeasuredTable,
     ) -> Result<(Algorithm, ChosenBy)> {
         if requested == Algorithm::Auto {
@@ -143,7 +143,7 @@ impl AllReduceShape {
     }
 
     /// The algorithm of a large call where calls may run beside compute.
-    fn beside_compute(&self, control: &Control) -> Option<Algorithm> {
+    fn beside_compute(&self, control: &ControlLayout) -> Option<Algorithm> {
         let least = |algorithm| match algorithm {
             Algorithm::TwoShotCopy => IN_PIECES_BYTES,
             _ => BESIDE_COMPUTE_BYTES,
@@ -159,7 +159,7 @@ impl AllReduceShape {
     pub(in crate::cuda) fn resolve(
         &self,
         requested: Algorithm,
-        control: &Control,
+        control: &ControlLayout,
     ) -> Result<Algorithm> {
         let meant = |entry: &&AllReduce| entry.name == requested || entry.one_of == Some(requested);
         if !ALL_REDUCE.iter().any(|entry| meant(&entry)) {
@@ -203,8 +203,8 @@ mod tests {
         AllReduceShape::between_windows(bytes, DType::Bf16, world)
     }
 
-    fn control(world: u32) -> Control {
-        Control::new(world, Footprint::ample(32 << 20, 192 << 20)).expect("valid")
+    fn control(world: u32) -> ControlLayout {
+        ControlLayout::new(world, Footprint::ample(32 << 20, 192 << 20)).expect("valid")
     }
 
     fn best(shape: AllReduceShape) -> Algorithm {
@@ -213,7 +213,7 @@ mod tests {
 
     #[test]
     fn large_calls_go_in_stages_where_they_may_run_beside_compute() {
-        let control = Control::new(2, Footprint::ample(8 << 20, 64 << 20)).expect("valid");
+        let control = ControlLayout::new(2, Footprint::ample(8 << 20, 64 << 20)).expect("valid");
         let auto = Algorithm::Auto;
         let table = MeasuredTable::of(&["NVIDIA H100 80GB HBM3"; 2]);
         let chosen = |bytes, beside_compute| {
@@ -271,11 +271,11 @@ mod tests {
     #[derive(serde::Deserialize)]
     struct Tuned {
         world: u32,
-        groups: Vec<Group>,
+        groups: Vec<TunedGroup>,
     }
 
     #[derive(serde::Deserialize)]
-    struct Group {
+    struct TunedGroup {
         lamport: bool,
         windows: bool,
         times: BTreeMap<u64, BTreeMap<String, f64>>,
@@ -295,7 +295,7 @@ mod tests {
             }
             let tuned: Tuned =
                 serde_json::from_slice(&fs::read(&path).expect("readable")).expect("results");
-            for Group { lamport, windows, times } in &tuned.groups {
+            for TunedGroup { lamport, windows, times } in &tuned.groups {
                 for (&bytes, row) in times {
                     let dtype = if *lamport { DType::Bf16 } else { DType::I32 };
                     let window = *windows;
@@ -368,7 +368,7 @@ mod tests {
             AllReduceShape { dtype: DType::I32, bytes: 256 << 10, nvlinked: false, ..shape };
         assert_eq!(chosen(over_a_bus, auto, &measured), (Algorithm::OneShotLl, ChosenBy::Rule));
         // An algorithm that was measured with larger inboxes is not used where it does not fit.
-        let little = Control::new(4, Footprint::ample(1 << 20, 1 << 20)).unwrap();
+        let little = ControlLayout::new(4, Footprint::ample(1 << 20, 1 << 20)).unwrap();
         let most = AllReduceShape { bytes: 256 << 10, ..shape };
         assert_eq!(most.choose(auto, &little, &measured).unwrap().1, ChosenBy::Table);
         let small = AllReduceShape { dtype: DType::I32, bytes: 32 << 10, ..shape };
@@ -385,7 +385,7 @@ mod tests {
             (160 << 20, 121, copy),
         ] {
             let large = AllReduceShape { bytes, ..shape };
-            let control = Control::new(4, Footprint::ample(32 << 20, scratch << 20)).unwrap();
+            let control = ControlLayout::new(4, Footprint::ample(32 << 20, scratch << 20)).unwrap();
             let chosen = large.choose(auto, &control, &measured).unwrap();
             assert_eq!(chosen, (best, ChosenBy::Table), "{bytes} with {scratch} MiB");
         }

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use crate::AllReduceAlgorithm as Algorithm;
-use crate::algorithm::table_format::{Row, Table};
+use crate::algorithm::table_format::{AlgorithmTable, TableRow};
 use crate::cuda::all_reduce::constraints::{AllReduceShape, fits_lamport};
 use crate::cuda::all_reduce::row::AllReduce;
 
@@ -11,8 +11,8 @@ use crate::cuda::all_reduce::row::AllReduce;
 const FILES: &[&str] =
     &[include_str!("../../../tables/h100.json"), include_str!("../../../tables/h200.json")];
 
-fn tables() -> &'static [Table] {
-    static TABLES: OnceLock<Vec<Table>> = OnceLock::new();
+fn tables() -> &'static [AlgorithmTable] {
+    static TABLES: OnceLock<Vec<AlgorithmTable>> = OnceLock::new();
     TABLES.get_or_init(|| {
         let read = |text: &&str| {
             let table = serde_json::from_str(text);
@@ -24,7 +24,7 @@ fn tables() -> &'static [Table] {
 
 /// The rows for the devices and the number of ranks of a communicator.
 #[derive(Debug, Default)]
-pub(in crate::cuda) struct MeasuredTable(Vec<(Row, Algorithm)>);
+pub(in crate::cuda) struct MeasuredTable(Vec<(TableRow, Algorithm)>);
 
 impl MeasuredTable {
     /// The rows for ranks on devices of these names. There are none unless all devices are of one kind that
@@ -33,12 +33,12 @@ impl MeasuredTable {
         Self::among(tables(), devices)
     }
 
-    fn among(tables: &[Table], devices: &[&str]) -> Self {
+    fn among(tables: &[AlgorithmTable], devices: &[&str]) -> Self {
         let Some(table) = tables.iter().find(|table| table.is_for(devices)) else {
             return Self::default();
         };
         let rows = table.rows.iter().filter(|row| row.world as usize == devices.len());
-        let named = |row: &Row| {
+        let named = |row: &TableRow| {
             let algorithm = AllReduce::named(Algorithm::named(&row.algorithm)?)?;
             Some((row.clone(), algorithm.name))
         };
@@ -48,7 +48,7 @@ impl MeasuredTable {
     /// The fastest algorithm for this shape, if that was measured.
     pub(in crate::cuda) fn find(&self, shape: &AllReduceShape) -> Option<Algorithm> {
         let fits =
-            |row: &Row| row.fits(fits_lamport(shape.dtype), shape.output_window, shape.bytes);
+            |row: &TableRow| row.fits(fits_lamport(shape.dtype), shape.output_window, shape.bytes);
         self.0.iter().find(|(row, _)| fits(row)).map(|(_, algorithm)| *algorithm)
     }
 }
@@ -62,7 +62,7 @@ mod tests {
 
     use super::*;
     use crate::DType;
-    use crate::cuda::layout::params::Control;
+    use crate::cuda::layout::params::ControlLayout;
 
     #[test]
     fn every_file_is_held_and_means_something() {
@@ -86,7 +86,7 @@ mod tests {
                 output_window: window,
                 ..AllReduceShape::between_windows(bytes, dtype, row.world)
             };
-            let control = Control::new(row.world, Footprint::ample(32 << 20, 192 << 20))
+            let control = ControlLayout::new(row.world, Footprint::ample(32 << 20, 192 << 20))
                 .expect("a world that is served");
             assert!(shape.can_serve(algorithm, &control), "{row:?}");
         }

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::signal::is_handshake;
 
 /// Calls that this rank declined, beginning with the first one that not all other ranks have reached yet.
@@ -78,7 +78,7 @@ impl HostEngine {
     }
 
     fn publish_declined(&mut self, why: Error, more: u64) {
-        self.publish_call(&Call::new(OpType::Declined));
+        self.publish_call(&CallDescription::new(OpType::Declined));
         self.declined = Some(DeclinedCalls { why, more });
     }
 
@@ -103,7 +103,7 @@ impl HostEngine {
             return failed;
         }
         if self.declined.is_none() {
-            self.publish_call(&Call::new(OpType::Declined));
+            self.publish_call(&CallDescription::new(OpType::Declined));
         }
         self.failed.get_or_init(|| {
             let rank = self.layout.rank;

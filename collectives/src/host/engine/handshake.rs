@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
-use crate::call::{Call, mismatch};
+use crate::call::{CallDescription, mismatch};
 use crate::host::wait::fault::{Cause, WaitFailure, WaitFault};
 use crate::host::wait::waiter::{WaitWatchdog, Waiter, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
@@ -24,7 +24,7 @@ impl HostEngine {
     /// `is_diverged`, the same on every rank, when calls differ; `is_timeout` or `is_peer_lost` when a peer makes no
     /// call, which fails the communicator.
     #[inline]
-    pub(crate) fn handshake(&mut self, call: &Call) -> Result<()> {
+    pub(crate) fn handshake(&mut self, call: &CallDescription) -> Result<()> {
         let (epoch, parity) = (self.epoch, self.parity());
         if self.exchange_descriptions(call)? {
             Ok(())
@@ -36,7 +36,7 @@ impl HostEngine {
     /// [`Self::handshake`] that says how long it waited for each peer.
     pub(crate) fn measured_handshake(
         &mut self,
-        call: &Call,
+        call: &CallDescription,
         mut waited: impl FnMut(u32, Duration),
     ) -> Result<()> {
         let (epoch, parity) = (self.epoch, self.parity());
@@ -89,7 +89,7 @@ impl HostEngine {
     /// [`Self::handshake`] of an all-to-all whose rows are published. Returns whether all descriptions are equal. It
     /// is no error if only some ranks describe a call of equal parts, because the rows say what their parts are.
     #[inline]
-    pub(crate) fn handshake_all_to_all(&mut self, call: &Call) -> Result<bool> {
+    pub(crate) fn handshake_all_to_all(&mut self, call: &CallDescription) -> Result<bool> {
         let (epoch, parity) = (self.epoch, self.parity());
         if self.exchange_descriptions(call)? {
             Ok(true)
@@ -100,7 +100,12 @@ impl HostEngine {
 
     /// Compares the descriptions of an all-to-all where they are not all equal.
     #[cold]
-    fn compare_all_to_all(&mut self, call: &Call, parity: u64, epoch: u64) -> Result<bool> {
+    fn compare_all_to_all(
+        &mut self,
+        call: &CallDescription,
+        parity: u64,
+        epoch: u64,
+    ) -> Result<bool> {
         for peer in self.peers() {
             // This does not wait: the peer has made this call, and it overwrites this slot only in the call after the
             // next one, which it cannot reach before this rank has.
@@ -109,7 +114,7 @@ impl HostEngine {
                 Err(failure) => return Err(self.fail(failure)),
             };
             let slot = self.control.handshake(self.layout.rank, parity, peer);
-            let theirs = Call::from_words(slot.description());
+            let theirs = CallDescription::from_words(slot.description());
             // The digest covers the options, which the description does not have.
             let digest_matches = handshake_word(epoch, theirs.digest(self.salt)) == word;
             if !digest_matches || theirs.without_parts() != call.without_parts() {
@@ -121,7 +126,7 @@ impl HostEngine {
 
     /// Publishes this rank's call, waits for those of the other ranks, and returns whether all are equal.
     #[inline]
-    fn exchange_descriptions(&mut self, call: &Call) -> Result<bool> {
+    fn exchange_descriptions(&mut self, call: &CallDescription) -> Result<bool> {
         let (epoch, parity) = (self.epoch, self.parity());
         // Else the handshake of a call that a peer has not come to would be overwritten.
         debug_assert!(
@@ -169,7 +174,7 @@ impl HostEngine {
 
     /// Signals every peer that this rank makes a call, with its description. Returns the handshake word.
     #[inline]
-    pub(super) fn publish_call(&mut self, call: &Call) -> u64 {
+    pub(super) fn publish_call(&mut self, call: &CallDescription) -> u64 {
         let (me, epoch, parity) = (self.layout.rank, self.epoch, self.parity());
         let word = handshake_word(epoch, call.digest(self.salt));
         self.operation = call.words()[0] as u8;
@@ -270,12 +275,14 @@ impl HostEngine {
 
     /// The error for calls that differ. Every rank has the same descriptions, so all return the same error.
     #[cold]
-    fn disagreement(&self, mine: &Call, parity: u64, epoch: u64) -> Error {
+    fn disagreement(&self, mine: &CallDescription, parity: u64, epoch: u64) -> Error {
         let me = self.layout.rank;
-        let calls: Vec<Call> = (0..self.layout.world)
+        let calls: Vec<CallDescription> = (0..self.layout.world)
             .map(|rank| match rank {
                 rank if rank == me => *mine,
-                peer => Call::from_words(self.control.handshake(me, parity, peer).description()),
+                peer => CallDescription::from_words(
+                    self.control.handshake(me, parity, peer).description(),
+                ),
             })
             .collect();
         mismatch(epoch, &calls)

@@ -7,7 +7,7 @@ use symmpool_allocator::{Error, Result};
 
 use crate::Place;
 use crate::algorithm::{AUTO, AlgorithmId, CallShape};
-use crate::call::{Call, StandardCall};
+use crate::call::{CallDescription, StandardCall};
 use crate::host::HostEngine;
 use crate::host::kernels::ReduceFn;
 use crate::host::layout::place::Data;
@@ -23,7 +23,7 @@ pub(crate) struct HostAlgorithm {
 
 /// A call whose arguments were checked and resolved.
 pub(crate) struct ResolvedCall {
-    pub(crate) call: Call,
+    pub(crate) call: CallDescription,
     pub(crate) data: Data,
     /// Elements of a part.
     pub(crate) count: usize,

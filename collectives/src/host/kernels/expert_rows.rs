@@ -4,7 +4,7 @@ use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
 use super::float_environment::DefaultEnvironment;
 use crate::call::experts::SCALE_GROUP;
 use crate::types::float8::f32_to_e4m3;
-use crate::{DType, Quantization};
+use crate::{DType, ExpertQuantization};
 
 /// Smaller magnitudes give the scale of this one, so that no scale is 0.
 const MIN_MAGNITUDE: f32 = 1e-4;
@@ -106,7 +106,7 @@ impl<'a> ExpertRows<'a> {
     pub(crate) unsafe fn quantize(
         &mut self,
         from: *const u8,
-        how: Quantization,
+        how: ExpertQuantization,
         bytes: &mut Vec<u8>,
         scales: &mut Vec<u8>,
     ) {
@@ -118,7 +118,7 @@ impl<'a> ExpertRows<'a> {
             let largest = group.iter().fold(0.0_f32, |largest, element| largest.max(element.abs()));
             let (scale, exponent) = scale_of(largest, how);
             match how {
-                Quantization::Fp8Ue8m0 => scales.push(exponent),
+                ExpertQuantization::Fp8Ue8m0 => scales.push(exponent),
                 _ => scales.extend_from_slice(&scale.to_ne_bytes()),
             }
             let inverse = 1.0 / scale;
@@ -128,11 +128,11 @@ impl<'a> ExpertRows<'a> {
 }
 
 /// The scale of a group with this largest magnitude, and its exponent with a bias of 127.
-fn scale_of(largest: f32, how: Quantization) -> (f32, u8) {
+fn scale_of(largest: f32, how: ExpertQuantization) -> (f32, u8) {
     let scale = largest.max(MIN_MAGNITUDE) / LARGEST_F8;
     match how {
-        Quantization::None | Quantization::Fp8 => (scale, 0),
-        Quantization::Fp8PowerOfTwo | Quantization::Fp8Ue8m0 => {
+        ExpertQuantization::None | ExpertQuantization::Fp8 => (scale, 0),
+        ExpertQuantization::Fp8PowerOfTwo | ExpertQuantization::Fp8Ue8m0 => {
             // The next exponent, unless the mantissa is zero.
             let exponent = (scale.to_bits() + 0x7f_ffff) >> 23;
             (f32::from_bits(exponent << 23), exponent as u8)
@@ -152,11 +152,11 @@ mod tests {
     #[test]
     fn scales_are_rounded_up_to_powers_of_two() {
         let scale = |largest, how| scale_of(largest, how);
-        assert_eq!(scale(448.0, Quantization::Fp8), (1.0, 0));
-        assert_eq!(scale(896.0, Quantization::Fp8Ue8m0), (2.0, 128));
-        assert_eq!(scale(897.0, Quantization::Fp8PowerOfTwo), (4.0, 129));
-        assert_eq!(scale(0.0, Quantization::Fp8), (1e-4 / 448.0, 0));
-        let (tiny, exponent) = scale(0.0, Quantization::Fp8Ue8m0);
+        assert_eq!(scale(448.0, ExpertQuantization::Fp8), (1.0, 0));
+        assert_eq!(scale(896.0, ExpertQuantization::Fp8Ue8m0), (2.0, 128));
+        assert_eq!(scale(897.0, ExpertQuantization::Fp8PowerOfTwo), (4.0, 129));
+        assert_eq!(scale(0.0, ExpertQuantization::Fp8), (1e-4 / 448.0, 0));
+        let (tiny, exponent) = scale(0.0, ExpertQuantization::Fp8Ue8m0);
         assert_eq!(tiny, f32::from_bits(u32::from(exponent) << 23));
         assert!((1e-4 / 448.0..2e-4 / 448.0).contains(&tiny));
     }

@@ -52,7 +52,7 @@ mod models {
     use crate::host::wait::fault::Cause;
     use crate::signal::tests::Loom;
 
-    struct Block {
+    struct AbortBlock {
         flag: AtomicU32,
         records: [AbortRecord<Loom>; 2],
     }
@@ -66,7 +66,7 @@ mod models {
     fn two_ranks_report() {
         let word = || AtomicU64::new(0);
         let record = || AbortRecord { cause: word(), epoch: word(), timeout: word() };
-        let block = Arc::new(Block { flag: AtomicU32::new(0), records: [record(), record()] });
+        let block = Arc::new(AbortBlock { flag: AtomicU32::new(0), records: [record(), record()] });
         let reporters = [0, 1].map(|rank| {
             let theirs = Arc::clone(&block);
             loom::thread::spawn(move || {

@@ -79,7 +79,7 @@ pub(in crate::host) struct Packet<'a> {
 
 /// Where the parts of the block lie, for a number of ranks and a size of scratch.
 #[derive(Clone, Copy, Debug)]
-struct Layout {
+struct BlockLayout {
     aborts: u64,
     handshakes: u64,
     steps: u64,
@@ -96,7 +96,7 @@ struct Layout {
     end: u64,
 }
 
-impl Layout {
+impl BlockLayout {
     fn new(world: u32, scratch_bytes: u64) -> Result<Self> {
         if world == 0 || world > MAX_WORLD {
             return Err(Error::invalid_argument(format!(
@@ -155,7 +155,7 @@ pub(in crate::host) struct ControlBlock {
     /// Address of rank 0's block.
     base: u64,
     stride: u64,
-    layout: Layout,
+    layout: BlockLayout,
     scratch_bytes: u64,
 }
 
@@ -169,12 +169,12 @@ impl ControlBlock {
 
     /// The bytes that a control block needs.
     pub(in crate::host) fn required(world: u32, scratch_bytes: u64) -> Result<u64> {
-        Ok(Layout::new(world, scratch_bytes)?.end)
+        Ok(BlockLayout::new(world, scratch_bytes)?.end)
     }
 
     /// How many bytes at the beginning of the block must be zero.
     pub(in crate::host) fn zeroed(world: u32, scratch_bytes: u64) -> Result<u64> {
-        Ok(Layout::new(world, scratch_bytes)?.packets)
+        Ok(BlockLayout::new(world, scratch_bytes)?.packets)
     }
 
     /// # Safety
@@ -188,7 +188,7 @@ impl ControlBlock {
         bytes: u64,
         scratch_bytes: u64,
     ) -> Result<Self> {
-        let parts = Layout::new(layout.world, scratch_bytes)?;
+        let parts = BlockLayout::new(layout.world, scratch_bytes)?;
         if bytes < parts.end {
             return Err(Error::invalid_argument(format!(
                 "a control block of {bytes} bytes; {} ranks with {scratch_bytes} bytes of scratch \
@@ -413,7 +413,7 @@ mod tests {
     #[test]
     fn parts_do_not_overlap_and_fill_the_stated_size() {
         for world in [1, 2, 3, 5, 64, MAX_WORLD] {
-            let p = Layout::new(world, 4096).unwrap();
+            let p = BlockLayout::new(world, 4096).unwrap();
             let w = u64::from(world);
             assert!(p.aborts + w * 64 <= p.handshakes && p.handshakes.is_multiple_of(ALIGN));
             assert_eq!(p.handshakes + 2 * w * SLOT, p.steps);
@@ -428,10 +428,10 @@ mod tests {
             assert!(p.packets.is_multiple_of(ALIGN) && p.packet_bytes.is_multiple_of(ALIGN));
             assert!(p.packet_bytes > 0 && p.packets + 4 * (w - 1) * p.packet_bytes <= p.scratch);
         }
-        assert!(Layout::new(0, 4096).unwrap_err().is_invalid_argument());
-        assert!(Layout::new(MAX_WORLD + 1, 4096).unwrap_err().is_invalid_argument());
+        assert!(BlockLayout::new(0, 4096).unwrap_err().is_invalid_argument());
+        assert!(BlockLayout::new(MAX_WORLD + 1, 4096).unwrap_err().is_invalid_argument());
         for scratch in [0, 100, 384, 4096 + 128, (1 << 40) + 256] {
-            assert!(Layout::new(2, scratch).unwrap_err().is_invalid_argument(), "{scratch}");
+            assert!(BlockLayout::new(2, scratch).unwrap_err().is_invalid_argument(), "{scratch}");
         }
     }
 

@@ -46,7 +46,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use symmpool_allocator::{Error, PairAddress, PairListener, ProcessId, Result};
 
-use self::operation::Op;
+use self::operation::BegunMessage;
 use self::state::MailboxState;
 use crate::DType;
 use crate::call::p2p::{Direction, Payload};
@@ -90,7 +90,7 @@ struct Shared {
 /// A send or a receive that was begun. Dropping it leaves the message as it is.
 #[derive(Clone)]
 pub struct PendingMessage {
-    op: Arc<Op>,
+    op: Arc<BegunMessage>,
     shared: Arc<Shared>,
 }
 
@@ -254,7 +254,7 @@ impl Shared {
         if state.addresses.is_empty() && state.ended.is_none() {
             return Err(Error::invalid_state(format!("{what}: the mailbox is not connected")));
         }
-        let op = Arc::new(Op::new(key, payload, memory, held));
+        let op = Arc::new(BegunMessage::new(key, payload, memory, held));
         state.begin(&op)?;
         if op.outcome().is_none() {
             self.ensure_progress(&mut state);

@@ -9,7 +9,7 @@ use symmpool_allocator::{Error, Result};
 use crate::call::p2p::{Direction, Payload};
 
 /// A send or a receive that was begun.
-pub(super) struct Op {
+pub(super) struct BegunMessage {
     pub(super) direction: Direction,
     /// The other rank; `None` to receive from any.
     pub(super) peer: Option<u32>,
@@ -22,7 +22,7 @@ pub(super) struct Op {
     _held: Box<dyn Any + Send + Sync>,
 }
 
-impl Op {
+impl BegunMessage {
     pub(super) fn new(
         (direction, peer, tag): (Direction, Option<u32>, u64),
         payload: Payload,
@@ -55,7 +55,7 @@ impl Op {
     }
 }
 
-impl fmt::Debug for Op {
+impl fmt::Debug for BegunMessage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Op({}, {:?})", self.describe(), self.outcome.get())
     }

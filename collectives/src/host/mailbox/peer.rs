@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Error, PairSocket};
 
-use super::operation::Op;
-use super::segment::{Entry, Kind, RingSegment};
+use super::operation::BegunMessage;
+use super::segment::{EntryHeader, EntryKind, RingSegment};
 
 /// A segment, and the connection by which its two ranks wake each other.
 #[derive(Debug)]
@@ -19,8 +19,8 @@ pub(super) struct PairLink {
 
 /// An entry that is still to be written, and the message that is sent by it.
 pub(super) struct Queued {
-    pub(super) entry: Entry,
-    pub(super) op: Option<Arc<Op>>,
+    pub(super) entry: EntryHeader,
+    pub(super) op: Option<Arc<BegunMessage>>,
 }
 
 /// A message that came before its receive.
@@ -33,19 +33,19 @@ pub(super) struct Unexpected {
     /// Its bytes, if it came whole.
     pub(super) data: Option<Box<[u8]>>,
     /// The send, if this rank sends it to itself and its bytes are there.
-    pub(super) own: Option<Arc<Op>>,
+    pub(super) own: Option<Arc<BegunMessage>>,
 }
 
 /// A large message that is under way, and how many of its bytes have passed.
 pub(super) struct PassingMessage {
-    pub(super) op: Arc<Op>,
+    pub(super) op: Arc<BegunMessage>,
     pub(super) number: u64,
     pub(super) passed: u64,
 }
 
 /// Messages to and from one rank.
 #[derive(Default)]
-pub(super) struct Peer {
+pub(super) struct MailboxPeer {
     pub(super) outgoing: Option<PairLink>,
     pub(super) incoming: Option<PairLink>,
     /// Why there can be no more messages.
@@ -55,7 +55,7 @@ pub(super) struct Peer {
     pub(super) sent_whole: u64,
     pub(super) queue: VecDeque<Queued>,
     /// Messages whose bytes the peer has not asked for.
-    pub(super) offered: BTreeMap<u64, Arc<Op>>,
+    pub(super) offered: BTreeMap<u64, Arc<BegunMessage>>,
     /// Messages whose bytes it has asked for, and those whose bytes this rank has asked for, in that order.
     pub(super) streams: VecDeque<PassingMessage>,
     pub(super) awaited: VecDeque<PassingMessage>,
@@ -73,7 +73,7 @@ impl PairLink {
     }
 }
 
-impl Peer {
+impl MailboxPeer {
     pub(super) fn has_ended(&self) -> bool {
         [&self.outgoing, &self.incoming].into_iter().flatten().any(|link| link.segment.has_ended())
     }
@@ -119,25 +119,26 @@ impl Peer {
     }
 
     /// Cancels a message whose bytes have not begun to pass. Returns whether there was one.
-    pub(super) fn cancel(&mut self, op: &Arc<Op>) -> bool {
-        let is_it = |other: &Arc<Op>| Arc::ptr_eq(other, op);
+    pub(super) fn cancel(&mut self, op: &Arc<BegunMessage>) -> bool {
+        let is_it = |other: &Arc<BegunMessage>| Arc::ptr_eq(other, op);
         let offered = self.offered.iter().find(|(_, offered)| is_it(offered));
         let asked = self.streams.iter().find(|stream| is_it(&stream.op) && stream.passed == 0);
         let found = offered.map(|(number, _)| *number).or(asked.map(|stream| stream.number));
         let Some(number) = found else { return false };
         self.offered.remove(&number);
         self.streams.retain(|stream| stream.number != number);
-        let is_offer = |entry: &Entry| entry.kind == Kind::Offer && entry.number == number;
+        let is_offer =
+            |entry: &EntryHeader| entry.kind == EntryKind::Offer && entry.number == number;
         let unsaid = self.queue.iter().position(|queued| is_offer(&queued.entry));
         if unsaid.and_then(|at| self.queue.remove(at)).is_none() {
-            self.say(Entry::about(Kind::Cancellation, number));
+            self.say(EntryHeader::about(EntryKind::Cancellation, number));
         }
         self.write();
         true
     }
 
     /// Queues what is said to the peer, unless there are no more messages with it.
-    pub(super) fn say(&mut self, entry: Entry) {
+    pub(super) fn say(&mut self, entry: EntryHeader) {
         if self.lost.is_none() {
             self.queue.push_back(Queued { entry, op: None });
         }
@@ -147,7 +148,7 @@ impl Peer {
     pub(super) fn fail(&mut self, is_interrupted: bool) {
         let Some(link) = &mut self.outgoing else { return };
         let tag = is_interrupted.into();
-        let entry = Entry { tag, ..Entry::about(Kind::Failure, 0) };
+        let entry = EntryHeader { tag, ..EntryHeader::about(EntryKind::Failure, 0) };
         // SAFETY: no bytes are read. Where there is no room, the peer sees the closed connection alone.
         let _ = unsafe { link.segment.write(entry, std::ptr::null()) };
         link.wake();

@@ -34,7 +34,7 @@ const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlag
 
 /// Kind of an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum EntryKind {
     /// A message whose bytes follow.
     Whole = 1,
     /// A message whose bytes come when the receiver asks for them.
@@ -58,8 +58,8 @@ pub(super) enum Kind {
 
 /// An entry's header.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry {
-    pub(super) kind: Kind,
+pub(super) struct EntryHeader {
+    pub(super) kind: EntryKind,
     /// Number of the message among those of its sender.
     pub(super) number: u64,
     pub(super) tag: u64,
@@ -69,42 +69,42 @@ pub(super) struct Entry {
     pub(super) bytes: u64,
 }
 
-impl Entry {
+impl EntryHeader {
     /// An entry that says something about a message, without bytes.
-    pub(super) fn about(kind: Kind, number: u64) -> Self {
+    pub(super) fn about(kind: EntryKind, number: u64) -> Self {
         Self { kind, number, tag: 0, payload: 0, bytes: 0 }
     }
 }
 
 /// One word alone on its cache lines.
 #[repr(C, align(128))]
-struct Line<T>(T);
+struct PaddedWord<T>(T);
 
 /// The counts and flags in front of the rings.
 #[repr(C)]
 struct Counts<A: Atomics> {
-    entries_written: Line<A::U64>,
-    entries_read: Line<A::U64>,
-    bulk_written: Line<A::U64>,
-    bulk_read: Line<A::U64>,
+    entries_written: PaddedWord<A::U64>,
+    entries_read: PaddedWord<A::U64>,
+    bulk_written: PaddedWord<A::U64>,
+    bulk_read: PaddedWord<A::U64>,
     /// Bytes of small messages that the receiver has taken for good.
-    released: Line<A::U64>,
+    released: PaddedWord<A::U64>,
     /// Whether the sender, and the receiver, sleeps until it is woken.
-    asleep: [Line<A::U32>; 2],
+    asleep: [PaddedWord<A::U32>; 2],
     /// Whether the sender, and the receiver, has ended in good order.
-    ended: [Line<A::U32>; 2],
+    ended: [PaddedWord<A::U32>; 2],
 }
 
 const _: () = assert!(size_of::<Counts<Native>>() as u64 <= RINGS);
 
 /// Which end of a segment a rank is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum SegmentEnd {
     Sender = 0,
     Receiver = 1,
 }
 
-impl End {
+impl SegmentEnd {
     fn other(self) -> Self {
         match self {
             Self::Sender => Self::Receiver,
@@ -120,8 +120,8 @@ pub(super) struct RingSegment<A: Atomics = Native> {
     /// Where the rings begin.
     rings: NonNull<u8>,
     /// Owner of the memory, where this one has mapped it.
-    _mapping: Option<Mapping>,
-    end: End,
+    _mapping: Option<MappedMemory>,
+    end: SegmentEnd,
     /// This end's own counts, which a faulty peer cannot change.
     entries: u64,
     bulk: u64,
@@ -133,9 +133,9 @@ unsafe impl<A: Atomics> Send for RingSegment<A> {}
 
 /// The memory of a segment, mapped for as long as this lives.
 #[derive(Debug)]
-struct Mapping(NonNull<u8>);
+struct MappedMemory(NonNull<u8>);
 
-impl Drop for Mapping {
+impl Drop for MappedMemory {
     fn drop(&mut self) {
         // SAFETY: mapped by `map`, and nobody has a view of it any more.
         let _ = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), BYTES as usize) };
@@ -150,7 +150,7 @@ impl RingSegment {
         let file = rustix::fs::memfd_create("symmpool-messages", flags).map_err(failed)?;
         rustix::fs::ftruncate(&file, BYTES).map_err(failed)?;
         rustix::fs::fcntl_add_seals(&file, SEALS).map_err(failed)?;
-        Ok((Self::map(file.as_fd(), End::Sender)?, file))
+        Ok((Self::map(file.as_fd(), SegmentEnd::Sender)?, file))
     }
 
     /// The segment that a sender has handed over.
@@ -163,10 +163,10 @@ impl RingSegment {
                  needed"
             )));
         }
-        Self::map(file.as_fd(), End::Receiver)
+        Self::map(file.as_fd(), SegmentEnd::Receiver)
     }
 
-    fn map(file: BorrowedFd<'_>, end: End) -> Result<Self> {
+    fn map(file: BorrowedFd<'_>, end: SegmentEnd) -> Result<Self> {
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: the kernel chooses an address where nothing lies.
         let base = unsafe {
@@ -177,7 +177,7 @@ impl RingSegment {
         let counts = base.cast();
         // SAFETY: inside the mapping.
         let rings = unsafe { base.add(RINGS as usize) };
-        Ok(Self { counts, rings, _mapping: Some(Mapping(base)), end, entries: 0, bulk: 0 })
+        Ok(Self { counts, rings, _mapping: Some(MappedMemory(base)), end, entries: 0, bulk: 0 })
     }
 }
 
@@ -214,10 +214,10 @@ impl<A: Atomics> RingSegment<A> {
     /// # Safety
     ///
     /// `data` is readable for these bytes, and nobody writes them meanwhile.
-    pub(super) unsafe fn write(&mut self, entry: Entry, data: *const u8) -> bool {
+    pub(super) unsafe fn write(&mut self, entry: EntryHeader, data: *const u8) -> bool {
         let Some(skip) = self.room(entry.bytes) else { return false };
         if skip > 0 {
-            self.write_header(Entry::about(Kind::Skip, 0));
+            self.write_header(EntryHeader::about(EntryKind::Skip, 0));
             self.entries += skip;
         }
         self.write_header(entry);
@@ -231,7 +231,7 @@ impl<A: Atomics> RingSegment<A> {
         true
     }
 
-    fn write_header(&self, entry: Entry) {
+    fn write_header(&self, entry: EntryHeader) {
         let words = [entry.kind as u64, entry.number, entry.tag, entry.payload, entry.bytes];
         let to = self.entry_at(self.entries).cast::<[u64; 5]>();
         // SAFETY: a header's bytes are left at every multiple of one, and the reader reads none before it is counted.
@@ -239,7 +239,7 @@ impl<A: Atomics> RingSegment<A> {
     }
 
     /// The next entry, and where its bytes lie, until [`Self::pass`] is called; `None` if there is none.
-    pub(super) fn next(&mut self) -> Result<Option<(Entry, *const u8)>> {
+    pub(super) fn next(&mut self) -> Result<Option<(EntryHeader, *const u8)>> {
         loop {
             let written = self.counts().entries_written.0.load(Ordering::Acquire);
             if written == self.entries {
@@ -249,31 +249,31 @@ impl<A: Atomics> RingSegment<A> {
             // SAFETY: inside the mapping, as entries begin at multiples of a header's length. The writer has counted it.
             let [kind, number, tag, payload, bytes] = unsafe { at.cast::<[u64; 5]>().read() };
             let kind = match kind {
-                1 => Kind::Whole,
-                2 => Kind::Offer,
-                3 => Kind::Want,
-                4 => Kind::Refusal,
-                5 => Kind::Decline,
-                6 => Kind::Cancellation,
-                7 => Kind::Failure,
-                8 => Kind::Skip,
+                1 => EntryKind::Whole,
+                2 => EntryKind::Offer,
+                3 => EntryKind::Want,
+                4 => EntryKind::Refusal,
+                5 => EntryKind::Decline,
+                6 => EntryKind::Cancellation,
+                7 => EntryKind::Failure,
+                8 => EntryKind::Skip,
                 _ => return Err(damaged()),
             };
-            if kind == Kind::Skip && !self.entries.is_multiple_of(ENTRIES) {
+            if kind == EntryKind::Skip && !self.entries.is_multiple_of(ENTRIES) {
                 self.entries = self.entries.next_multiple_of(ENTRIES);
                 self.counts().entries_read.0.store(self.entries, Ordering::Release);
                 continue;
             }
-            if kind == Kind::Skip || bytes > ENTRIES - HEADER - self.entries % ENTRIES {
+            if kind == EntryKind::Skip || bytes > ENTRIES - HEADER - self.entries % ENTRIES {
                 return Err(damaged());
             }
-            let entry = Entry { kind, number, tag, payload, bytes };
+            let entry = EntryHeader { kind, number, tag, payload, bytes };
             return Ok(Some((entry, at.wrapping_add(HEADER as usize))));
         }
     }
 
     /// The reader is done with an entry.
-    pub(super) fn pass(&mut self, entry: &Entry) {
+    pub(super) fn pass(&mut self, entry: &EntryHeader) {
         self.entries += HEADER + entry.bytes.next_multiple_of(HEADER);
         let order = weakened("mutant_relaxed_pass", Ordering::Release);
         self.counts().entries_read.0.store(self.entries, order);
@@ -389,8 +389,8 @@ mod tests {
         (sender, RingSegment::open(&file).unwrap())
     }
 
-    fn entry(number: u64, bytes: u64) -> Entry {
-        Entry { kind: Kind::Whole, number, tag: number * 3, payload: !number, bytes }
+    fn entry(number: u64, bytes: u64) -> EntryHeader {
+        EntryHeader { kind: EntryKind::Whole, number, tag: number * 3, payload: !number, bytes }
     }
 
     #[test]
@@ -411,7 +411,10 @@ mod tests {
             }
             for _ in 0..(random >> 56) & 15 {
                 let Some((found, at)) = to.next().unwrap() else { break };
-                assert_eq!((found.kind, found.number, found.tag), (Kind::Whole, taken, taken * 3));
+                assert_eq!(
+                    (found.kind, found.number, found.tag),
+                    (EntryKind::Whole, taken, taken * 3)
+                );
                 assert_eq!((found.payload, found.bytes), (!taken, length(taken)));
                 // SAFETY: the entry says that so many bytes lie there, and it is not passed yet.
                 let bytes = unsafe { std::slice::from_raw_parts(at, found.bytes as usize) };
@@ -476,7 +479,7 @@ mod tests {
         assert!(from.wakes() && !from.wakes() && !to.wakes());
         from.end_here();
         assert!(to.has_ended() && !from.has_ended());
-        let odd = Entry { bytes: 0, ..entry(1, 0) };
+        let odd = EntryHeader { bytes: 0, ..entry(1, 0) };
         // SAFETY: no bytes are read.
         assert!(unsafe { from.write(odd, std::ptr::null()) });
         // SAFETY: the header of the first entry.

@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use symmpool_allocator::Error;
 
-use super::operation::Op;
+use super::operation::BegunMessage;
 use super::peer::Unexpected;
 use super::state::{MailboxState, WHOLE};
 use crate::call::p2p::{Afterwards, Direction, Payload, payloads_differ};
 
 impl MailboxState {
     /// Begins a message of this rank to itself. A small one is copied, so that its send is done at once.
-    pub(super) fn begin_own(&mut self, op: &Arc<Op>) {
+    pub(super) fn begin_own(&mut self, op: &Arc<BegunMessage>) {
         let me = self.rank;
         if op.direction == Direction::Receive {
             let waiting = &mut self.peer(me).unexpected;
@@ -29,7 +29,7 @@ impl MailboxState {
         self.arrivals += 1;
         let (arrival, tag, own) = (self.arrivals, op.tag, Some(Arc::clone(op)));
         let mut message = Unexpected { arrival, number: 0, tag, payload, data: None, own };
-        let fits = |posted: &Arc<Op>| posted.tag == tag && posted.peer == Some(me);
+        let fits = |posted: &Arc<BegunMessage>| posted.tag == tag && posted.peer == Some(me);
         let found = self.posted.iter().position(fits);
         if let Some(posted) = found.and_then(|at| self.posted.remove(at)) {
             receive_own(me, &message, &posted);
@@ -59,7 +59,7 @@ impl MailboxState {
 }
 
 /// Gives a message to its receive, and ends both.
-fn receive_own(me: u32, message: &Unexpected, receive: &Op) {
+fn receive_own(me: u32, message: &Unexpected, receive: &BegunMessage) {
     let sent = Payload::from_word(message.payload);
     let outcome = if sent == receive.payload {
         let from = match (&message.data, &message.own) {

@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use symmpool_allocator::{Dialled, Error, PairAddress, PairListener, PairSocket, Result};
 
-use super::operation::Op;
-use super::peer::{PairLink, PassingMessage, Peer, Queued, Unexpected};
-use super::segment::{Entry, Kind, RingSegment, before_sleep};
+use super::operation::BegunMessage;
+use super::peer::{MailboxPeer, PairLink, PassingMessage, Queued, Unexpected};
+use super::segment::{EntryHeader, EntryKind, RingSegment, before_sleep};
 use crate::call::p2p::{Afterwards, Direction, Payload, payloads_differ};
 use crate::signal::Native;
 
@@ -28,9 +28,9 @@ pub(super) struct MailboxState {
     listener: Option<Arc<PairListener>>,
     /// Empty until the mailbox is connected.
     pub(super) addresses: Vec<PairAddress>,
-    peers: Vec<Peer>,
+    peers: Vec<MailboxPeer>,
     /// Receives that wait for their message, in the order of their calls.
-    pub(super) posted: VecDeque<Arc<Op>>,
+    pub(super) posted: VecDeque<Arc<BegunMessage>>,
     pub(super) arrivals: u64,
     /// Why the mailbox takes no more calls.
     pub(super) ended: Option<Error>,
@@ -51,7 +51,7 @@ impl MailboxState {
             rank,
             listener: Some(Arc::new(listener)),
             addresses: Vec::new(),
-            peers: (0..world).map(|_| Peer::default()).collect(),
+            peers: (0..world).map(|_| MailboxPeer::default()).collect(),
             posted: VecDeque::new(),
             arrivals: 0,
             ended: None,
@@ -66,7 +66,7 @@ impl MailboxState {
         (0..self.peers.len() as u32).filter(move |peer| *peer != me)
     }
 
-    pub(super) fn peer(&mut self, rank: u32) -> &mut Peer {
+    pub(super) fn peer(&mut self, rank: u32) -> &mut MailboxPeer {
         &mut self.peers[rank as usize]
     }
 
@@ -97,7 +97,7 @@ impl MailboxState {
     }
 
     /// Begins a message.
-    pub(super) fn begin(&mut self, op: &Arc<Op>) -> Result<()> {
+    pub(super) fn begin(&mut self, op: &Arc<BegunMessage>) -> Result<()> {
         if let Some(error) = &self.ended {
             return Err(error.clone());
         }
@@ -111,7 +111,7 @@ impl MailboxState {
         }
     }
 
-    fn begin_send(&mut self, op: &Arc<Op>) -> Result<()> {
+    fn begin_send(&mut self, op: &Arc<BegunMessage>) -> Result<()> {
         let rank = op.peer.expect("a send has a receiver");
         self.connect(rank)?;
         let bytes = op.payload.bytes();
@@ -121,8 +121,9 @@ impl MailboxState {
         let unreceived = peer.sent_whole.wrapping_sub(released).saturating_add(bytes);
         let is_whole = bytes <= WHOLE && unreceived <= UNRECEIVED;
         let (number, tag, payload) = (peer.sent, op.tag, op.payload.word());
-        let (kind, bytes) = if is_whole { (Kind::Whole, bytes) } else { (Kind::Offer, 0) };
-        let entry = Entry { kind, number, tag, payload, bytes };
+        let (kind, bytes) =
+            if is_whole { (EntryKind::Whole, bytes) } else { (EntryKind::Offer, 0) };
+        let entry = EntryHeader { kind, number, tag, payload, bytes };
         if is_whole {
             peer.sent_whole = peer.sent_whole.wrapping_add(bytes);
             peer.queue.push_back(Queued { entry, op: Some(Arc::clone(op)) });
@@ -134,7 +135,7 @@ impl MailboxState {
         Ok(())
     }
 
-    fn begin_receive(&mut self, op: &Arc<Op>) -> Result<()> {
+    fn begin_receive(&mut self, op: &Arc<BegunMessage>) -> Result<()> {
         let from: Vec<u32> = op.peer.map_or_else(|| self.others().collect(), |peer| vec![peer]);
         let (mut lost, mut is_unknown) = (None, false);
         for rank in &from {
@@ -173,7 +174,7 @@ impl MailboxState {
     }
 
     /// Whether no rank is left that could send what a receive waits for.
-    fn is_hopeless(&self, op: &Op) -> bool {
+    fn is_hopeless(&self, op: &BegunMessage) -> bool {
         let is_lost = |rank: u32| self.peers[rank as usize].lost.is_some();
         op.peer.map_or_else(|| self.others().all(is_lost), is_lost)
     }
@@ -184,7 +185,13 @@ impl MailboxState {
     /// # Safety
     ///
     /// If `message` has data or comes whole, `data` is readable for the bytes of its payload.
-    unsafe fn receive(&mut self, op: &Arc<Op>, rank: u32, message: &Unexpected, data: *const u8) {
+    unsafe fn receive(
+        &mut self,
+        op: &Arc<BegunMessage>,
+        rank: u32,
+        message: &Unexpected,
+        data: *const u8,
+    ) {
         let (me, sent) = (self.rank, Payload::from_word(message.payload));
         let is_whole = !data.is_null();
         let peer = self.peer(rank);
@@ -193,8 +200,8 @@ impl MailboxState {
         }
         if sent != op.payload {
             let (tag, payload) = (sent.word(), op.payload.word());
-            let kind = if is_whole { Kind::Refusal } else { Kind::Decline };
-            peer.say(Entry { tag, payload, ..Entry::about(kind, message.number) });
+            let kind = if is_whole { EntryKind::Refusal } else { EntryKind::Decline };
+            peer.say(EntryHeader { tag, payload, ..EntryHeader::about(kind, message.number) });
             let payloads = (sent, op.payload);
             op.finish(Err(payloads_differ(me, (rank, me), payloads, Afterwards::UsableGroup)));
         } else if is_whole {
@@ -203,7 +210,7 @@ impl MailboxState {
             unsafe { std::ptr::copy_nonoverlapping(data, op.memory(), sent.bytes() as usize) };
             op.finish(Ok(rank));
         } else {
-            peer.say(Entry::about(Kind::Want, message.number));
+            peer.say(EntryHeader::about(EntryKind::Want, message.number));
             let (op, number) = (Arc::clone(op), message.number);
             peer.awaited.push_back(PassingMessage { op, number, passed: 0 });
         }
@@ -255,7 +262,8 @@ impl MailboxState {
         loop {
             let Some(link) = &mut self.peer(rank).incoming else { return Ok(has_moved) };
             let Some((entry, data)) = link.segment.next()? else { return Ok(has_moved) };
-            if entry.kind == Kind::Whole && Payload::from_word(entry.payload).bytes() != entry.bytes
+            if entry.kind == EntryKind::Whole
+                && Payload::from_word(entry.payload).bytes() != entry.bytes
             {
                 return Err(Error::mismatch("a peer's message is not as long as it says"));
             }
@@ -269,14 +277,15 @@ impl MailboxState {
     }
 
     /// Acts on one entry, whose bytes lie at `data` until it is passed.
-    fn take(&mut self, rank: u32, entry: &Entry, data: *const u8) {
-        let (me, Entry { number, tag, payload, .. }) = (self.rank, *entry);
+    fn take(&mut self, rank: u32, entry: &EntryHeader, data: *const u8) {
+        let (me, EntryHeader { number, tag, payload, .. }) = (self.rank, *entry);
         match entry.kind {
-            Kind::Whole | Kind::Offer => {
-                let fits =
-                    |op: &Arc<Op>| op.tag == tag && op.peer.is_none_or(|source| source == rank);
+            EntryKind::Whole | EntryKind::Offer => {
+                let fits = |op: &Arc<BegunMessage>| {
+                    op.tag == tag && op.peer.is_none_or(|source| source == rank)
+                };
                 let found = self.posted.iter().position(fits);
-                let data = if entry.kind == Kind::Whole { data } else { std::ptr::null() };
+                let data = if entry.kind == EntryKind::Whole { data } else { std::ptr::null() };
                 self.arrivals += 1;
                 let arrival = self.arrivals;
                 let (data_of, own) = (None, None);
@@ -295,19 +304,19 @@ impl MailboxState {
                     }
                 }
             }
-            Kind::Want => {
+            EntryKind::Want => {
                 let peer = self.peer(rank);
                 match peer.offered.remove(&number) {
                     Some(op) => peer.streams.push_back(PassingMessage { op, number, passed: 0 }),
-                    None => peer.say(Entry::about(Kind::Cancellation, number)),
+                    None => peer.say(EntryHeader::about(EntryKind::Cancellation, number)),
                 }
             }
-            Kind::Refusal | Kind::Decline => {
+            EntryKind::Refusal | EntryKind::Decline => {
                 let payloads = (Payload::from_word(tag), Payload::from_word(payload));
                 let error = payloads_differ(me, (me, rank), payloads, Afterwards::UsableGroup);
                 match self.peer(rank).offered.remove(&number) {
                     Some(op) => op.finish(Err(error)),
-                    None if entry.kind == Kind::Refusal => {
+                    None if entry.kind == EntryKind::Refusal => {
                         self.peer(rank).reports.push_back(error);
                         self.has_reports.store(true, Ordering::Relaxed);
                     }
@@ -315,7 +324,7 @@ impl MailboxState {
                     None => {}
                 }
             }
-            Kind::Cancellation => {
+            EntryKind::Cancellation => {
                 let peer = self.peer(rank);
                 // Its later receive is for what the sender sends in its place.
                 peer.unexpected.retain(|message| message.number != number);
@@ -329,7 +338,7 @@ impl MailboxState {
                     .naming([rank])));
                 }
             }
-            Kind::Failure => {
+            EntryKind::Failure => {
                 let why = if tag == 1 { "was interrupted" } else { "timed out" };
                 let error = Error::peer_lost(
                     vec![rank],
@@ -340,7 +349,7 @@ impl MailboxState {
                 );
                 self.lose(rank, &error);
             }
-            Kind::Skip => {}
+            EntryKind::Skip => {}
         }
     }
 
@@ -460,7 +469,7 @@ impl MailboxState {
             op.peer == Some(rank) || op.peer.is_none() && (!in_order || self.is_hopeless(op))
         });
         self.posted = rest;
-        let over: VecDeque<Arc<Op>> = over;
+        let over: VecDeque<Arc<BegunMessage>> = over;
         for op in over {
             op.finish(Err(error.clone()));
         }
@@ -468,7 +477,7 @@ impl MailboxState {
 
     /// Gives up a message, for this reason. The peer is told of one that was offered to it. One whose bytes are passing
     /// ends all messages with its peer, which is told why.
-    pub(super) fn cancel(&mut self, op: &Arc<Op>, why: &Error) {
+    pub(super) fn cancel(&mut self, op: &Arc<BegunMessage>, why: &Error) {
         if op.outcome().is_some() {
             return;
         }

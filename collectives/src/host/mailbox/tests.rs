@@ -243,7 +243,7 @@ fn a_rank_receives_what_it_sends_itself() {
 
 /// One message of a random program.
 #[derive(Clone, Debug)]
-struct Message {
+struct RandomMessage {
     from: u32,
     to: u32,
     tag: i64,
@@ -254,7 +254,7 @@ struct Message {
     place: u64,
 }
 
-fn programs(world: u32) -> impl Strategy<Value = Vec<Message>> {
+fn programs(world: u32) -> impl Strategy<Value = Vec<RandomMessage>> {
     let bytes =
         prop_oneof![8 => 0_usize..300, 2 => 60_000_usize..70_000, 1 => 70_000_usize..600_000];
     let message = (0..world, 1..world, 0..3_i64, bytes, any::<bool>(), any::<u64>()).prop_map(
@@ -262,7 +262,7 @@ fn programs(world: u32) -> impl Strategy<Value = Vec<Message>> {
             let to = (from + step) % world;
             // All messages of a tag that any rank may send have one length.
             let (bytes, tag) = if directed { (bytes, tag) } else { (5000, tag + 10) };
-            Message { from, to, tag, bytes, directed, place }
+            RandomMessage { from, to, tag, bytes, directed, place }
         },
     );
     prop::collection::vec(message, 1..60)
@@ -271,18 +271,18 @@ fn programs(world: u32) -> impl Strategy<Value = Vec<Message>> {
 /// Posts the receive of a message: of the next one from its sender, whose length the model knows.
 fn post(
     mailbox: &Mailbox,
-    message: &Message,
+    message: &RandomMessage,
     queues: &mut BTreeMap<(u32, u32, i64), VecDeque<usize>>,
-    program: &[Message],
+    program: &[RandomMessage],
 ) -> Receive {
-    let Message { from, to, tag, directed, .. } = *message;
+    let RandomMessage { from, to, tag, directed, .. } = *message;
     let number = queues.get_mut(&(from, to, tag)).and_then(VecDeque::pop_front).expect("sent");
     recv(mailbox, program[number].bytes, directed.then_some(from), tag).unwrap()
 }
 
 /// The contents that were received, in the order of the receives, as a naive model has them: a queue for each sender,
 /// receiver and tag.
-fn run(world: u32, program: &[Message]) {
+fn run(world: u32, program: &[RandomMessage]) {
     let all = mailboxes(world, SOON);
     let mut queues: BTreeMap<(u32, u32, i64), VecDeque<usize>> = BTreeMap::new();
     for (number, message) in program.iter().enumerate() {
@@ -296,11 +296,12 @@ fn run(world: u32, program: &[Message]) {
             scope.spawn(move || {
                 start.wait();
                 let mailbox = &all[rank as usize];
-                let mut mine: Vec<&Message> = program.iter().filter(|m| m.to == rank).collect();
+                let mut mine: Vec<&RandomMessage> =
+                    program.iter().filter(|m| m.to == rank).collect();
                 mine.sort_by_key(|message| message.place);
                 // Half of the receives are posted before this rank sends.
                 let early = mine.len() / 2;
-                let mut received: Vec<(&Message, Receive)> = Vec::new();
+                let mut received: Vec<(&RandomMessage, Receive)> = Vec::new();
                 let mut pops = queues.clone();
                 for message in &mine[..early] {
                     received.push((message, post(mailbox, message, &mut pops, program)));

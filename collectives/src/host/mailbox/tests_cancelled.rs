@@ -5,12 +5,13 @@ use super::tests::{SOON, content, mailboxes, recv, send};
 use super::*;
 
 /// A message of bytes that no thread moves on, and what keeps them.
-fn bare(direction: Direction, peer: u32, bytes: usize) -> (Arc<Op>, Arc<Vec<u8>>) {
+fn bare(direction: Direction, peer: u32, bytes: usize) -> (Arc<BegunMessage>, Arc<Vec<u8>>) {
     let mut data = content(7, bytes);
     let at = data.as_mut_ptr();
     let data = Arc::new(data);
     let payload = Payload::new("test", 0, bytes, DType::U8).unwrap();
-    let op = Op::new((direction, Some(peer), 0), payload, at, Box::new(Arc::clone(&data)));
+    let op =
+        BegunMessage::new((direction, Some(peer), 0), payload, at, Box::new(Arc::clone(&data)));
     (Arc::new(op), data)
 }
 

@@ -4,7 +4,7 @@
 
 use symmpool_allocator::Result;
 
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::host::HostEngine;
 use crate::host::layout::numbers::Numbers;
 
@@ -16,7 +16,7 @@ impl HostEngine {
     /// `is_diverged`, on every rank, if a rank makes another call; `is_timeout` or `is_peer_lost` if a rank makes
     /// no call.
     pub fn barrier(&mut self) -> Result<()> {
-        self.handshake_only(&Call::new(OpType::Barrier))
+        self.handshake_only(&CallDescription::new(OpType::Barrier))
     }
 
     /// [`Self::barrier`] that adds to `waits`, an `i64` for each rank, for how many nanoseconds this rank waited for
@@ -35,11 +35,11 @@ impl HostEngine {
             let time = i64::try_from(time.as_nanos()).unwrap_or(i64::MAX);
             waits.set(rank as usize, waits.get(rank as usize).wrapping_add(time));
         };
-        self.measured_handshake(&Call::new(OpType::Barrier), waited)
+        self.measured_handshake(&CallDescription::new(OpType::Barrier), waited)
     }
 
     /// A call that is nothing but its handshake.
-    pub(crate) fn handshake_only(&mut self, call: &Call) -> Result<()> {
+    pub(crate) fn handshake_only(&mut self, call: &CallDescription) -> Result<()> {
         self.ready()?;
         self.catch_up()?;
         self.handshake(call)

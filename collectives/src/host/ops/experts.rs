@@ -11,14 +11,14 @@ mod memory;
 
 use symmpool_allocator::{Error, Result};
 
-use self::memory::{Region, RoutingHandle};
+use self::memory::{RoutingHandle, SymmetricRegion};
 use crate::call::experts::{ExpertCall, ExpertsWork, HandleParts};
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::host::HostEngine;
 use crate::host::kernels::{ExpertRows, copy};
 use crate::host::layout::expert_routing::{BadId, Routing};
 use crate::host::layout::expert_scratch::ExpertScratch;
-use crate::{Quantization, ReceivedSizes};
+use crate::{ExpertQuantization, ReceivedSizes};
 
 impl HostEngine {
     /// Sends tokens to the ranks of their experts.
@@ -61,7 +61,8 @@ impl HostEngine {
     ///
     /// You must keep the promises of [`Self::dispatch`].
     unsafe fn dispatch_in(&mut self, call: &ExpertCall, scratch: &mut ExpertScratch) -> Result<()> {
-        let (world, work, region) = (self.world(), &call.work, Region::of(call, self.world()));
+        let (world, work, region) =
+            (self.world(), &call.work, SymmetricRegion::of(call, self.world()));
         // SAFETY: the handle is one of this buffer, which has these parts.
         let handle = unsafe { RoutingHandle::new(work, world) };
         // A known routing names rows of peers only, and those by expert are as many as the output has room for or less.
@@ -72,7 +73,7 @@ impl HostEngine {
             unsafe { scratch.routing.read(work, world) };
             self.publish_counts(&scratch.routing, work.tokens);
         }
-        let description = Call::new(OpType::ExpertDispatch);
+        let description = CallDescription::new(OpType::ExpertDispatch);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
         let routed = if work.known == 0 {
             handle.head.set(RoutingHandle::LAYOUT, HandleParts::layout_word(call.mode.by_expert));
@@ -203,7 +204,7 @@ impl HostEngine {
     /// You must keep the promises of [`Self::dispatch`], after the handshake.
     unsafe fn send(
         &self,
-        region: &Region,
+        region: &SymmetricRegion,
         handle: &RoutingHandle,
         call: &ExpertCall,
         scratch: &mut ExpertScratch,
@@ -212,10 +213,10 @@ impl HostEngine {
         let world = self.world() as usize;
         let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);
         let quantization = [
-            Quantization::None,
-            Quantization::Fp8,
-            Quantization::Fp8PowerOfTwo,
-            Quantization::Fp8Ue8m0,
+            ExpertQuantization::None,
+            ExpertQuantization::Fp8,
+            ExpertQuantization::Fp8PowerOfTwo,
+            ExpertQuantization::Fp8Ue8m0,
         ]
         .into_iter()
         .find(|how| *how as u32 == work.quantize)
@@ -228,7 +229,7 @@ impl HostEngine {
                 (work.input as *const u8).wrapping_add(token * row_bytes),
                 (work.input_scales as *const u8).wrapping_add(token * scale_bytes),
             );
-            let mut pending = quantization != Quantization::None;
+            let mut pending = quantization != ExpertQuantization::None;
             for rank in 0..world {
                 let position = handle.positions.get(token * world + rank);
                 let Some(at) = handle.row_at(rank, position, work.capacity) else { continue };
@@ -261,7 +262,7 @@ impl HostEngine {
     /// You must keep the promises of [`Self::send`].
     unsafe fn send_ids(
         &self,
-        region: &Region,
+        region: &SymmetricRegion,
         (rank, at): (usize, usize),
         (token, routing): (usize, &Routing),
         work: &ExpertsWork,
@@ -294,7 +295,12 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::dispatch`], after all rows have arrived.
-    unsafe fn keep_received(&self, region: &Region, handle: &RoutingHandle, work: &ExpertsWork) {
+    unsafe fn keep_received(
+        &self,
+        region: &SymmetricRegion,
+        handle: &RoutingHandle,
+        work: &ExpertsWork,
+    ) {
         let (me, received) = (self.rank() as usize, handle.received(work.capacity));
         // SAFETY: the part has room for the capacity.
         let numbers = unsafe { region.numbers::<i32>(self, me, region.parts.tokens, 0, received) };
@@ -316,7 +322,12 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::keep_received`]; the id is that of a received row.
-    unsafe fn expert_at(&self, region: &Region, at: usize, work: &ExpertsWork) -> Option<usize> {
+    unsafe fn expert_at(
+        &self,
+        region: &SymmetricRegion,
+        at: usize,
+        work: &ExpertsWork,
+    ) -> Option<usize> {
         let (me, local) = (self.rank() as usize, (work.experts / self.world()) as usize);
         // SAFETY: the caller promised that the id is that of a received row, so it lies within the part, and its row
         // has arrived.
@@ -333,7 +344,7 @@ impl HostEngine {
     /// You must keep the promises of [`Self::keep_received`], which has counted the rows of each expert.
     unsafe fn place_by_expert(
         &self,
-        region: &Region,
+        region: &SymmetricRegion,
         handle: &RoutingHandle,
         work: &ExpertsWork,
     ) -> u64 {
@@ -385,7 +396,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::dispatch`], after all rows have arrived.
-    unsafe fn expand(&self, region: &Region, handle: &RoutingHandle, work: &ExpertsWork) {
+    unsafe fn expand(&self, region: &SymmetricRegion, handle: &RoutingHandle, work: &ExpertsWork) {
         let (me, received) = (self.rank(), handle.received(work.capacity));
         let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);
         for at in 0..received * work.top_k as usize {

@@ -9,7 +9,7 @@
 use symmpool_allocator::{Error, Result};
 
 use crate::call::Arguments;
-use crate::call::plan_call::{Chunks, LINE};
+use crate::call::plan_call::{ChunkSizes, LINE};
 use crate::host::HostEngine;
 use crate::host::kernels::{ReduceFn, copy};
 use crate::host::layout::place::{Data, InPlace};
@@ -23,7 +23,7 @@ const TILE: usize = 32 << 10;
 /// Where a rank's buffers of a call lie.
 struct Buffers<'a> {
     engine: &'a HostEngine,
-    chunks: Chunks,
+    chunks: ChunkSizes,
     from: *const u8,
     to: *mut u8,
     /// The window offsets of input and output, where they are windows.
@@ -65,7 +65,7 @@ fn real_rank(rank: u32, root: u32, world: u32) -> u32 {
 /// Values that a call needs, found from its arguments.
 struct Prepared {
     data: Data,
-    chunks: Chunks,
+    chunks: ChunkSizes,
     loops: Loops,
     /// Bytes of scratch that each chunk has.
     room: usize,

@@ -27,7 +27,7 @@ fn kernels_of_the_document_compile_for_every_architecture() {
                 let worlds = ["1", "2", "8"];
                 let wanted = |at: usize| (major, minor) == (9, 0) || at == nth % worlds.len();
                 for (_, world) in worlds.into_iter().enumerate().filter(|(at, _)| wanted(*at)) {
-                    let kernel = Kernel {
+                    let kernel = KernelSource {
                         name,
                         path: "kernels.md",
                         entry: name,

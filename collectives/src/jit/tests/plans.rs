@@ -25,7 +25,7 @@ fn kernels_of_plans_compile_for_every_architecture() {
                 let rank = if checked.plan().name.len() % 2 == 0 { 0 } else { world / 2 };
                 let text = source(&checked, checked.schedule(), rank);
                 let name = &checked.plan().name;
-                let kernel = Kernel {
+                let kernel = KernelSource {
                     name,
                     path: "plan.cu",
                     entry: ENTRY,

@@ -48,14 +48,14 @@ fn sharing(mode: &Defines) -> Defines {
 }
 
 /// A variant of a kernel, and what it is compiled with and for.
-struct Job {
-    kernel: &'static Kernel<'static>,
+struct VariantJob {
+    kernel: &'static KernelSource<'static>,
     defines: Defines,
     compiler: usize,
     arch: (u32, u32),
 }
 
-impl Job {
+impl VariantJob {
     fn variant(&self) -> Variant<'_> {
         Variant { kernel: self.kernel, defines: &self.defines }
     }
@@ -79,7 +79,7 @@ fn version(jit: &Jit) -> (u32, u32) {
 }
 
 /// A job with the needs of its machine code; `None` for intermediate code.
-type Done<'a> = (&'a Job, Option<Usage>);
+type Done<'a> = (&'a VariantJob, Option<Usage>);
 
 /// Whether every kernel is to be compiled.
 fn compiles_all() -> bool {
@@ -96,7 +96,7 @@ fn jits() -> Vec<Jit> {
 }
 
 /// Compiles on all processors. Each failure is an error.
-fn compile<'a>(jits: &[Jit], jobs: &[&'a Job]) -> Vec<Done<'a>> {
+fn compile<'a>(jits: &[Jit], jobs: &[&'a VariantJob]) -> Vec<Done<'a>> {
     let next = AtomicUsize::new(0);
     let done = Mutex::new(Vec::new());
     let failed = Mutex::new(Vec::new());
@@ -138,7 +138,7 @@ fn print(jits: &[Jit], done: &[Done<'_>]) {
 }
 
 /// The hash of all that a kernel's variants are made from.
-fn hash_of(jits: &[Jit], jobs: &[&Job]) -> String {
+fn hash_of(jits: &[Jit], jobs: &[&VariantJob]) -> String {
     let mut hasher = blake3::Hasher::new();
     for job in jobs {
         hasher.update(job.describe(jits).as_bytes());
@@ -149,11 +149,11 @@ fn hash_of(jits: &[Jit], jobs: &[&Job]) -> String {
 
 /// Needs of the variants of all kernels: as recorded, or compiled now. Says whether some are not recorded, and
 /// records all if SYMMPOOL_BLESS is set.
-fn needs<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
+fn needs<'a>(jits: &[Jit], jobs: &'a [VariantJob]) -> Vec<Done<'a>> {
     let blesses = env::var_os("SYMMPOOL_BLESS").is_some();
     // The file is not read where it is to be written anew: all variants are compiled then.
     let recorded = if blesses { Recorded::default() } else { Recorded::read() };
-    let mut by_kernel: BTreeMap<&str, Vec<&Job>> = BTreeMap::new();
+    let mut by_kernel: BTreeMap<&str, Vec<&VariantJob>> = BTreeMap::new();
     for job in jobs {
         by_kernel.entry(job.kernel.name).or_default().push(job);
     }
@@ -179,7 +179,7 @@ fn needs<'a>(jits: &[Jit], jobs: &'a [Job]) -> Vec<Done<'a>> {
     }
     let checked: BTreeMap<&str, &Needs> =
         checked.into_iter().filter_map(|name| unchanged.remove_entry(name)).collect();
-    let (as_recorded, wanted): (Vec<&Job>, Vec<&Job>) =
+    let (as_recorded, wanted): (Vec<&VariantJob>, Vec<&VariantJob>) =
         jobs.iter().partition(|job| unchanged.contains_key(job.kernel.name));
     let mut done = compile(jits, &wanted);
     for (job, used) in &done {
@@ -255,7 +255,7 @@ fn has_8_bit_floats(defines: &[(&str, &str)]) -> bool {
 /// One type, operation and number of ranks for each mode of a kernel: the most ranks, or the fewest for all-to-alls,
 /// which take most registers. 8-bit floats are a mode of their own, and so are the blocks of few ranks where they are
 /// larger.
-fn modes(kernel: &Kernel<'static>) -> Vec<Defines> {
+fn modes(kernel: &KernelSource<'static>) -> Vec<Defines> {
     let mut met = BTreeSet::new();
     let mut modes = kernel.test_variants();
     modes.sort_by_key(|defines| Reverse(number(defines, "WORLD")));
@@ -306,7 +306,7 @@ fn every_variant_compiles_spills_nothing_and_fits() {
     let Some(newest) = jits.len().checked_sub(1) else { return };
     let mut jobs = Vec::new();
     for kernel in kernels() {
-        let job = |defines: &Defines, compiler, arch| Job {
+        let job = |defines: &Defines, compiler, arch| VariantJob {
             kernel,
             defines: defines.clone(),
             compiler,

@@ -31,7 +31,7 @@ use std::sync::OnceLock;
 pub use error::{PlanError, PlanErrorKind, PlanErrorReason};
 use operations::{check_places, check_protocol, check_signals};
 use results::{check_in_place, check_results};
-use run::{Held, Run, RunOutcome, Written};
+use run::{CheckRun, HeldValue, RunOutcome, Written};
 use value::Value;
 
 use super::checked::CheckedPlan;
@@ -57,7 +57,7 @@ impl Plan {
         }
         check_places(&self)?;
         check_signals(&self)?;
-        let outcome = Run::new(&self).run()?;
+        let outcome = CheckRun::new(&self).run()?;
         check_results(&self, &outcome)?;
         check_protocol(&self)?;
         let needs_equal_chunks = self.needs_equal_chunks(&outcome);
@@ -86,8 +86,9 @@ impl CheckedPlan {
         in_place: Result<(), PlanError>,
     ) -> Self {
         let values = &outcome.values;
-        let is_output =
-            |(cell, held): (&Cell, &Held)| (cell.buffer == Buffer::Output).then_some(held.value);
+        let is_output = |(cell, held): (&Cell, &HeldValue)| {
+            (cell.buffer == Buffer::Output).then_some(held.value)
+        };
         let results: BTreeSet<Value> = outcome.cells.iter().filter_map(is_output).collect();
         // A result of which others are made stays a sum until the end, when nobody reads it any more.
         let all = outcome.order.iter().flat_map(|ran| &ran.written);
@@ -122,7 +123,9 @@ impl CheckedPlan {
         for (rank, steps) in (0u32..).zip(&mut steps) {
             for index in 0..plan.output_chunks(rank) {
                 let cell = Cell { rank, buffer: Buffer::Output, index };
-                let Some(Held { value, place, .. }) = outcome.cells.get(&cell) else { continue };
+                let Some(HeldValue { value, place, .. }) = outcome.cells.get(&cell) else {
+                    continue;
+                };
                 let by = values.count(*value);
                 if by > 1 && parts.contains(value) {
                     steps.push(PlanStep::Divide { cell, place: *place, by });

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::super::model::{Buffer, Cell, Contribution, Plan};
 use super::error::{PlanError, PlanErrorReason};
-use super::run::{Run, RunOutcome, error, name_of};
+use super::run::{CheckRun, RunOutcome, error, name_of};
 use super::value::Value;
 
 /// Refuses outputs that do not hold what the collective promises, and reductions in different orders.
@@ -92,7 +92,7 @@ pub(super) fn check_in_place(
     usual: &RunOutcome,
     needs_equal_chunks: bool,
 ) -> Result<(), PlanError> {
-    let aliased = Run::in_place(plan, usual.values.clone()).run()?;
+    let aliased = CheckRun::in_place(plan, usual.values.clone()).run()?;
     for (ran, usual) in aliased.order.iter().zip(&usual.order) {
         for (written, usual) in ran.written.iter().zip(&usual.written) {
             let name = || name_of(plan, ran.rank, ran.index);

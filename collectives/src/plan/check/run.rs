@@ -36,11 +36,11 @@ pub(super) struct RunOutcome {
     /// The operations of all ranks, in an order in which they can run one after the other.
     pub(super) order: Vec<Ran>,
     /// Values of chunks at the end, with the rank and index of the operation that wrote each.
-    pub(super) cells: BTreeMap<Cell, Held>,
+    pub(super) cells: BTreeMap<Cell, HeldValue>,
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct Held {
+pub(super) struct HeldValue {
     pub(super) value: Value,
     /// The place of the shortest chunk that it has passed through: so long it is known to be.
     pub(super) place: u32,
@@ -69,7 +69,7 @@ struct Rank {
 /// Who signals whom, on which channel.
 type Channel = (u32, u32, u32);
 
-pub(super) struct Run<'a> {
+pub(super) struct CheckRun<'a> {
     plan: &'a Plan,
     /// Whether input and output are one memory.
     in_place: bool,
@@ -81,13 +81,13 @@ pub(super) struct Run<'a> {
     awaited: BTreeMap<Channel, (Moment, u32)>,
     history: AccessHistory,
     values: PlanValues,
-    cells: BTreeMap<Cell, Held>,
+    cells: BTreeMap<Cell, HeldValue>,
     order: Vec<Ran>,
     /// The first read of what was never written. A race or a deadlock says more, if there is one.
     undefined: Option<PlanError>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> CheckRun<'a> {
     pub(super) fn new(plan: &'a Plan) -> Self {
         Self::with(plan, false, PlanValues::new())
     }
@@ -137,7 +137,7 @@ impl<'a> Run<'a> {
                 let value = run.values.input(rank, index);
                 let cell = Cell { rank, buffer: Buffer::Input, index };
                 let place = plan.place_of(cell);
-                run.cells.insert(cell, Held { value, place, writer: None });
+                run.cells.insert(cell, HeldValue { value, place, writer: None });
             }
         }
         run
@@ -291,7 +291,7 @@ impl<'a> Run<'a> {
             let value = self.values.reduced(found);
             self.touch(rank, strand, index, moment, cell, true)?;
             let cell = Self::memory_of(plan, self.in_place, cell);
-            self.cells.insert(cell, Held { value, place, writer: Some((rank, index)) });
+            self.cells.insert(cell, HeldValue { value, place, writer: Some((rank, index)) });
             written.push(Written { value, place });
         }
         self.order.push(Ran { rank, index, written });

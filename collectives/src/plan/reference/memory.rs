@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::super::model::{Buffer, Collective, Span};
 use super::values::UNDEFINED;
-use super::{Calls, has_input};
+use super::{CallSeries, has_input};
 
 /// The bytes that a caller has in memory that a call does not read: pseudo-random, and others for each rank and call.
 #[derive(Clone, Copy, Debug)]
@@ -49,7 +49,7 @@ pub enum Touched {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct ChunkPlace {
     rank: u32,
-    region: Region,
+    region: ChunkRegion,
     /// The byte at which it begins.
     start: usize,
     /// Bytes that are there.
@@ -57,7 +57,7 @@ pub(super) struct ChunkPlace {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Region {
+enum ChunkRegion {
     Data,
     Scratch(usize),
 }
@@ -88,13 +88,13 @@ pub(super) struct ReferenceMemory {
     size: usize,
     touched: Vec<Touched>,
     /// The number of the value that is held where.
-    held: BTreeMap<(u32, Region, usize), usize>,
+    held: BTreeMap<(u32, ChunkRegion, usize), usize>,
     in_place: Vec<bool>,
 }
 
 impl ReferenceMemory {
-    pub(super) fn new(calls: &Calls<'_>, caller: Caller) -> Self {
-        let Calls { plan, layout, dtype, in_place, .. } = calls;
+    pub(super) fn new(calls: &CallSeries<'_>, caller: Caller) -> Self {
+        let CallSeries { plan, layout, dtype, in_place, .. } = calls;
         let size = dtype.size();
         let rank = |rank: u32| {
             let input = if has_input(plan, rank) || in_place[rank as usize] {
@@ -139,7 +139,7 @@ impl ReferenceMemory {
     /// The caller gives the rank's buffers to a call.
     pub(super) fn enter(&mut self, rank: u32, data: &[u8], call: usize) {
         self.expect_untouched(rank);
-        self.held.retain(|(of, region, _), _| *of != rank || *region != Region::Data);
+        self.held.retain(|(of, region, _), _| *of != rank || *region != ChunkRegion::Data);
         let of = &mut self.ranks[rank as usize];
         of.data = self.caller.bytes(rank, call, of.data.len());
         let input = of.input.start..of.input.start + data.len();
@@ -174,7 +174,7 @@ impl ReferenceMemory {
         let (start, length) = (self.layout.start(index), self.layout.length(index));
         let start = begin + start * self.size;
         let room = length * self.size;
-        ChunkPlace { rank, region: Region::Data, start, room }
+        ChunkPlace { rank, region: ChunkRegion::Data, start, room }
     }
 
     /// Where a chunk of a span lies, in that half of scratch.
@@ -186,7 +186,7 @@ impl ReferenceMemory {
             Buffer::Output => self.output_chunk(rank, index),
             Buffer::Scratch => {
                 let room = self.layout.each() * self.size;
-                let (region, start) = (Region::Scratch(half), index as usize * room);
+                let (region, start) = (ChunkRegion::Scratch(half), index as usize * room);
                 ChunkPlace { rank, region, start, room }
             }
         }
@@ -213,13 +213,13 @@ impl ReferenceMemory {
     fn bytes_of(&mut self, by: (u32, usize), place: ChunkPlace) -> &mut Vec<u8> {
         let of = &mut self.ranks[place.rank as usize];
         match place.region {
-            Region::Data => {
+            ChunkRegion::Data => {
                 if !of.is_inside {
                     self.touched.push(Touched::Outside { by, of: place.rank });
                 }
                 &mut of.data
             }
-            Region::Scratch(half) => &mut of.scratch[half],
+            ChunkRegion::Scratch(half) => &mut of.scratch[half],
         }
     }
 

@@ -42,7 +42,7 @@ use progress::RankProgress;
 
 /// Calls of a plan that follow each other, with data of their own and else alike.
 #[derive(Clone, Debug)]
-pub struct Calls<'a> {
+pub struct CallSeries<'a> {
     /// The plan. It need not be checked.
     pub plan: &'a Plan,
     /// How the elements are divided into chunks.
@@ -59,7 +59,7 @@ pub struct Calls<'a> {
 
 /// Next step that a rank may do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct NextStep {
     /// The rank.
     pub rank: u32,
     /// Step of the rank.
@@ -104,11 +104,11 @@ struct Begun {
 }
 
 /// A chunk that an operation accesses, and whether it writes there.
-type Access = (memory::ChunkPlace, bool);
+type PlaceAccess = (memory::ChunkPlace, bool);
 
 /// Ranks in the middle of their calls.
 pub struct Machine<'a> {
-    calls: &'a Calls<'a>,
+    calls: &'a CallSeries<'a>,
     memory: ReferenceMemory,
     progress: Vec<RankProgress<'a>>,
     begun: BTreeMap<(u32, usize), Begun>,
@@ -122,7 +122,12 @@ pub struct Machine<'a> {
 impl<'a> Machine<'a> {
     /// Ranks before their first call. Scratch and outputs begin with what `caller` gives. `values` says how averages
     /// divide: run the plan once with sums and [`Values::default`], and averages with what that leaves.
-    pub fn new(calls: &'a Calls<'a>, caller: Caller, values: &'a mut Values, parts: usize) -> Self {
+    pub fn new(
+        calls: &'a CallSeries<'a>,
+        caller: Caller,
+        values: &'a mut Values,
+        parts: usize,
+    ) -> Self {
         let plan = calls.plan;
         let progress = plan.programs.iter().map(|program| RankProgress::new(program)).collect();
         Self {
@@ -144,7 +149,7 @@ impl<'a> Machine<'a> {
     /// [`Stopped`] if the calls do not come to their ends.
     pub fn run(
         mut self,
-        mut choose: impl FnMut(&Self, &[Choice]) -> usize,
+        mut choose: impl FnMut(&Self, &[NextStep]) -> usize,
     ) -> Result<Left, Stopped> {
         loop {
             let choices = self.choices();
@@ -166,10 +171,10 @@ impl<'a> Machine<'a> {
     }
 
     /// All steps that are possible.
-    pub fn choices(&self) -> Vec<Choice> {
+    pub fn choices(&self) -> Vec<NextStep> {
         let mut found = Vec::new();
         for (rank, progress) in (0u32..).zip(&self.progress) {
-            let mut add = |step| found.push(Choice { rank, step });
+            let mut add = |step| found.push(NextStep { rank, step });
             if !progress.is_inside {
                 if progress.calls < self.calls.inputs.len() {
                     add(RankStep::Enter);
@@ -200,7 +205,7 @@ impl<'a> Machine<'a> {
         found
     }
 
-    fn step(&mut self, Choice { rank, step }: Choice) {
+    fn step(&mut self, NextStep { rank, step }: NextStep) {
         let at = rank as usize;
         match step {
             RankStep::Enter => {
@@ -323,8 +328,8 @@ impl<'a> Machine<'a> {
     /// Two operations on data that could both be next, of which one writes what the other one accesses; as ranks and
     /// indices. Whatever comes of it, nothing says which of the two is first.
     pub fn conflict(&self) -> Option<[(u32, usize); 2]> {
-        let mut seen: Vec<((u32, usize), Vec<Access>)> = Vec::new();
-        for Choice { rank, step } in self.choices() {
+        let mut seen: Vec<((u32, usize), Vec<PlaceAccess>)> = Vec::new();
+        for NextStep { rank, step } in self.choices() {
             let RankStep::Operation(index) = step else { continue };
             let operation = &self.calls.plan.programs[rank as usize][index].operation;
             let half = self.progress[rank as usize].half();
@@ -337,8 +342,9 @@ impl<'a> Machine<'a> {
                 })
                 .collect();
             for (other, theirs) in &seen {
-                let conflicts =
-                    |a: &Access| theirs.iter().any(|b| (a.1 || b.1) && a.0.is_same_memory(&b.0));
+                let conflicts = |a: &PlaceAccess| {
+                    theirs.iter().any(|b| (a.1 || b.1) && a.0.is_same_memory(&b.0))
+                };
                 if mine.iter().any(conflicts) {
                     return Some([*other, (rank, index)]);
                 }
@@ -351,7 +357,7 @@ impl<'a> Machine<'a> {
 
 /// Contents that chunk `index` of `rank`'s output must have by the collective's promise, for sums of integers and for
 /// what is only moved: each contribution once, in whatever order.
-pub fn promised(calls: &Calls<'_>, call: usize, rank: u32, index: u32) -> Vec<u8> {
+pub fn promised(calls: &CallSeries<'_>, call: usize, rank: u32, index: u32) -> Vec<u8> {
     let size = calls.dtype.size();
     let contributions = calls.plan.expected(rank, index);
     let chunks = contributions.iter().map(|from| {

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord)]
-enum Made {
+enum ValueOrigin {
     Input(u32, u32),
     Reduced(Vec<usize>),
 }
@@ -11,7 +11,7 @@ enum Made {
 /// Values that the chunks of a plan have held, which of them were results, and what other results were made of.
 #[derive(Default)]
 pub struct Values {
-    numbers: BTreeMap<Made, usize>,
+    numbers: BTreeMap<ValueOrigin, usize>,
     /// How many inputs are in each value.
     inputs: Vec<u64>,
     results: BTreeSet<usize>,
@@ -22,7 +22,7 @@ pub struct Values {
 pub(super) const UNDEFINED: usize = usize::MAX;
 
 impl Values {
-    fn number(&mut self, made: Made, inputs: u64) -> usize {
+    fn number(&mut self, made: ValueOrigin, inputs: u64) -> usize {
         let next = self.inputs.len();
         let number = *self.numbers.entry(made).or_insert(next);
         if number == next {
@@ -32,7 +32,7 @@ impl Values {
     }
 
     pub(super) fn input(&mut self, rank: u32, chunk: u32) -> usize {
-        self.number(Made::Input(rank, chunk), 1)
+        self.number(ValueOrigin::Input(rank, chunk), 1)
     }
 
     /// The value of a reduction. That of one value is the value itself.
@@ -43,7 +43,7 @@ impl Values {
         self.operands.extend(&values);
         let inputs = values.iter().map(|value| self.inputs.get(*value).copied().unwrap_or(0));
         let inputs = inputs.fold(0, u64::saturating_add);
-        self.number(Made::Reduced(values), inputs)
+        self.number(ValueOrigin::Reduced(values), inputs)
     }
 
     /// Notes what an output holds when its rank leaves.

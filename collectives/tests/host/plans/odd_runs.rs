@@ -5,9 +5,9 @@ use symmpool_collectives::plan::{Buffer as Part, CheckedPlan, Collective, Plan};
 use symmpool_collectives::{DType, HostEngine, Place, ReduceOp};
 
 use super::builder::{place, plan};
-use super::runs::{Refusal, WINDOW, expected, lengths, run, value};
+use super::runs::{RefusedAsExpected, WINDOW, expected, lengths, run, value};
 use super::{more_programs, odd_programs, programs};
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 
 /// Elements behind an output, which a call must not touch.
 const GUARD: usize = 64;
@@ -18,15 +18,15 @@ fn data(plan: &Plan, rank: u32, count: usize, call: usize) -> Vec<f32> {
 
 /// Makes a call, and compares the output, what lies behind it, and the input.
 fn judge(
-    heap: &Heap,
+    heap: &FlatHeap,
     engine: &mut HostEngine,
     checked: &CheckedPlan,
     (rank, count, call): (u32, usize, usize),
 ) {
     let plan = checked.plan();
     let (inputs, outputs) = lengths(plan, rank, count);
-    let input = Buffer::window(heap, rank, 0, inputs * 4);
-    let output = Buffer::window(heap, rank, WINDOW, (outputs + GUARD) * 4);
+    let input = TestBuffer::window(heap, rank, 0, inputs * 4);
+    let output = TestBuffer::window(heap, rank, WINDOW, (outputs + GUARD) * 4);
     let data = data(plan, rank, count, call);
     input.write(&data);
     output.write(&vec![7.0_f32; outputs + GUARD]);
@@ -42,7 +42,7 @@ fn judge(
 fn odd_programs_compute_what_was_proved_for_every_count() {
     for world in [2, 3, 4] {
         let options = small_scratch();
-        let heap = Heap::new(world, 1, 2 * WINDOW, &options);
+        let heap = FlatHeap::new(world, 1, 2 * WINDOW, &options);
         let plans: Vec<CheckedPlan> =
             odd_programs::all(world).into_iter().map(|plan| plan.check().unwrap()).collect();
         heap.ranks(|rank| {
@@ -66,13 +66,13 @@ fn odd_programs_compute_what_was_proved_for_every_count() {
 #[test]
 fn chunks_that_pass_through_shorter_ones_need_equal_chunks() {
     const WORLD: u32 = 2;
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &small_scratch());
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &small_scratch());
     let parked = odd_programs::parked(WORLD).check().unwrap();
     assert!(parked.explain().contains("must divide into equal chunks"), "{}", parked.explain());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let input = Buffer::window(&heap, rank, 0, 17 * 4);
-        let output = Buffer::window(&heap, rank, WINDOW, (17 + GUARD) * 4);
+        let input = TestBuffer::window(&heap, rank, 0, 17 * 4);
+        let output = TestBuffer::window(&heap, rank, WINDOW, (17 + GUARD) * 4);
         output.write(&[7.0_f32; 17 + GUARD]);
         let error = run(&mut engine, &parked, (&input, &output), 17, 0).expect_err("17 elements");
         assert!(error.is_invalid_argument(), "{error}");
@@ -87,7 +87,7 @@ fn chunks_that_pass_through_shorter_ones_need_equal_chunks() {
 #[test]
 fn calls_may_be_in_place_on_some_ranks_only() {
     const WORLD: u32 = 3;
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &small_scratch());
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &small_scratch());
     let all = programs::all(WORLD).into_iter().chain(more_programs::all(WORLD));
     let plans: Vec<CheckedPlan> = all
         .chain(odd_programs::all(WORLD))
@@ -121,8 +121,8 @@ fn calls_may_be_in_place_on_some_ranks_only() {
                 if both && subset != 0 && subset + 1 != 1 << WORLD {
                     continue;
                 }
-                let input = Buffer::window(&heap, rank, from, inputs * 4);
-                let output = Buffer::window(&heap, rank, to, outputs * 4);
+                let input = TestBuffer::window(&heap, rank, from, inputs * 4);
+                let output = TestBuffer::window(&heap, rank, to, outputs * 4);
                 output.write(&vec![7.0_f32; outputs]);
                 input.write(&data(plan, rank, count, subset as usize));
                 let name = format!("{} in place on {subset:03b}, rank {rank}", plan.name);
@@ -137,12 +137,12 @@ fn calls_may_be_in_place_on_some_ranks_only() {
 
 #[test]
 fn what_is_wrong_in_place_on_one_rank_alone_is_refused_in_place() {
-    let heap = Heap::new(2, 1, 2 * WINDOW, &small_scratch());
+    let heap = FlatHeap::new(2, 1, 2 * WINDOW, &small_scratch());
     let crossed = odd_programs::right_in_place_on_both_or_none().check().unwrap();
     assert!(crossed.in_place().is_err());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let [input, output] = [0, WINDOW].map(|at| Buffer::window(&heap, rank, at, 16));
+        let [input, output] = [0, WINDOW].map(|at| TestBuffer::window(&heap, rank, at, 16));
         input.write(&[rank as f32, 2.0 + rank as f32]);
         let to = if rank == 0 { &input } else { &output };
         let error = run(&mut engine, &crossed, (&input, to), 2, 0).expect_err("in place on rank 0");
@@ -174,7 +174,7 @@ fn pulled_broadcast(world: u32) -> Plan {
 fn who_is_not_the_root_needs_no_input() {
     const WORLD: u32 = 3;
     const COUNT: usize = 100;
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &small_scratch());
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &small_scratch());
     let broadcasts = [
         programs::broadcast_tree(WORLD),
         more_programs::flat_broadcast(WORLD),
@@ -184,8 +184,8 @@ fn who_is_not_the_root_needs_no_input() {
     let pulled = pulled_broadcast(WORLD).check().unwrap();
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let input = Buffer::window(&heap, rank, 0, COUNT * 4);
-        let output = Buffer::window(&heap, rank, WINDOW, COUNT * 4);
+        let input = TestBuffer::window(&heap, rank, 0, COUNT * 4);
+        let output = TestBuffer::window(&heap, rank, WINDOW, COUNT * 4);
         for root in 0..WORLD {
             let data = [root as f32 + 1.0; COUNT];
             input.write(&data);

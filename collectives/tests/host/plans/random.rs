@@ -10,8 +10,8 @@ use std::time::Instant;
 use symmpool_allocator::testing::{SplitMix64, on_each};
 use symmpool_collectives::plan::{Plan, PlanErrorKind, PlanErrorReason};
 
-use super::random_host::{self, Work};
-use crate::random_plans::{Kind, calls, program};
+use super::random_host::{self, HostProgram};
+use crate::random_plans::{ProgramKind, calls, program};
 use crate::random_search::{Search, Wrong, flaw};
 use crate::random_shrink::shrink;
 
@@ -25,9 +25,9 @@ const GROUP: usize = 20;
 
 /// Outcome of a program.
 #[derive(Debug)]
-enum Outcome {
+enum ProgramOutcome {
     /// It passed; and whether something is wrong in place, if it is refused there.
-    Passed(Box<Work>, Option<&'static str>),
+    Passed(Box<HostProgram>, Option<&'static str>),
     /// It passed, and something is wrong.
     Flawed(String),
     Refused(PlanErrorReason, Option<Wrong>, String),
@@ -79,7 +79,7 @@ fn in_place_witness(plan: &Plan, seed: u64) -> Option<Wrong> {
     })
 }
 
-fn look_at(seed: u64, number: u64) -> (Kind, Outcome) {
+fn look_at(seed: u64, number: u64) -> (ProgramKind, ProgramOutcome) {
     let (kind, plan) = program(seed, number, None, None);
     let own_seed = SplitMix64::at(seed, number);
     let checked = match plan.clone().check() {
@@ -92,7 +92,7 @@ fn look_at(seed: u64, number: u64) -> (Kind, Outcome) {
                 kind => witness(&plan, kind, own_seed),
             };
             let told = format!("{error}\n{}", plan.to_json());
-            return (kind, Outcome::Refused(error.reason, found, told));
+            return (kind, ProgramOutcome::Refused(error.reason, found, told));
         }
     };
     let is_flawed = |plan: &Plan| {
@@ -101,7 +101,7 @@ fn look_at(seed: u64, number: u64) -> (Kind, Outcome) {
     if let Some((what, wrong)) = flaw(&checked, own_seed, 6) {
         let small = shrink(&plan, is_flawed);
         let told = format!("{number} of seed {seed}, {what}: {wrong:?}\n{}", small.to_json());
-        return (kind, Outcome::Flawed(told));
+        return (kind, ProgramOutcome::Flawed(told));
     }
     let mut random = SplitMix64::for_participant(own_seed, 1);
     let cases = calls::cases(&checked, &mut random, 5, &random_host::boundaries());
@@ -109,23 +109,30 @@ fn look_at(seed: u64, number: u64) -> (Kind, Outcome) {
         Some(_) => "refused in place and shown to be wrong there",
         None => "refused in place by the rules",
     });
-    (kind, Outcome::Passed(Box::new(Work::new(number, checked, cases, random.next())), in_place))
+    (
+        kind,
+        ProgramOutcome::Passed(
+            Box::new(HostProgram::new(number, checked, cases, random.next())),
+            in_place,
+        ),
+    )
 }
 
 /// Runs a batch on the host engine, and says what was wrong.
-fn run_batch(works: Vec<Work>, seed: u64) -> (u64, Vec<String>) {
-    let mut by_world: BTreeMap<u32, Vec<Work>> = BTreeMap::new();
+fn run_batch(works: Vec<HostProgram>, seed: u64) -> (u64, Vec<String>) {
+    let mut by_world: BTreeMap<u32, Vec<HostProgram>> = BTreeMap::new();
     for work in works {
         by_world.entry(work.world()).or_default().push(work);
     }
     // Ranks wait most of the time, so many communicators are at work at once.
-    let groups: Vec<(u32, &[Work])> = by_world
+    let groups: Vec<(u32, &[HostProgram])> = by_world
         .iter()
         .flat_map(|(world, works)| works.chunks(GROUP).map(|works| (*world, works)))
         .collect();
     let (mut calls, mut wrong) = (0, Vec::new());
-    let run =
-        |(nth, (world, works)): (u64, (u32, &[Work]))| random_host::run(world, works, seed ^ nth);
+    let run = |(nth, (world, works)): (u64, (u32, &[HostProgram]))| {
+        random_host::run(world, works, seed ^ nth)
+    };
     for (made, mut found) in on_each((0..).zip(groups), run) {
         calls += made;
         wrong.append(&mut found);
@@ -137,7 +144,7 @@ fn run_batch(works: Vec<Work>, seed: u64) -> (u64, Vec<String>) {
 fn random_programs_do_what_the_check_says() {
     let (programs, seed) = programs_and_seed();
     let began = Instant::now();
-    let mut table: BTreeMap<(Kind, String), u64> = BTreeMap::new();
+    let mut table: BTreeMap<(ProgramKind, String), u64> = BTreeMap::new();
     let mut shapes: BTreeMap<String, u64> = BTreeMap::new();
     let (mut wrong, mut unshown) = (Vec::new(), Vec::new());
     let mut calls_made = 0;
@@ -155,18 +162,18 @@ fn random_programs_do_what_the_check_says() {
         let mut works = Vec::new();
         for (kind, outcome) in found.into_iter().flatten() {
             let name = match outcome {
-                Outcome::Passed(work, in_place) => {
+                ProgramOutcome::Passed(work, in_place) => {
                     for shape in work.shapes().into_iter().chain(in_place) {
                         *shapes.entry(shape.to_owned()).or_default() += 1;
                     }
                     works.push(*work);
                     "passed".to_owned()
                 }
-                Outcome::Flawed(told) => {
+                ProgramOutcome::Flawed(told) => {
                     wrong.push(told);
                     "passed, and wrong".to_owned()
                 }
-                Outcome::Refused(reason, found, told) => {
+                ProgramOutcome::Refused(reason, found, told) => {
                     if found.is_none() && !is_policy(reason) {
                         unshown.push(told);
                     }

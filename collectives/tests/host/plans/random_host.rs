@@ -11,8 +11,8 @@ use symmpool_collectives::plan::{
 };
 use symmpool_collectives::{HostEngineOptions, Place};
 
-use crate::flat_heap::{Heap, small_scratch};
-use crate::random_plans::calls::{Boundaries, Case, differs, inputs};
+use crate::flat_heap::{FlatHeap, small_scratch};
+use crate::random_plans::calls::{Boundaries, RandomCall, differs, inputs};
 use crate::random_plans::schedules::outputs;
 use crate::random_shrink::shrink;
 
@@ -32,7 +32,7 @@ pub(super) fn boundaries() -> Boundaries {
 
 /// A program, and the calls that are made of it.
 #[derive(Debug)]
-pub(super) struct Work {
+pub(super) struct HostProgram {
     number: u64,
     checked: Arc<CheckedPlan>,
     calls: Vec<Prepared>,
@@ -41,15 +41,20 @@ pub(super) struct Work {
 /// A call with its data, and what it must leave; nothing if it must be refused.
 #[derive(Debug)]
 struct Prepared {
-    case: Case,
+    case: RandomCall,
     inputs: Vec<Vec<u8>>,
     wanted: Option<Vec<Vec<u8>>>,
 }
 
-impl Work {
-    pub(super) fn new(number: u64, checked: CheckedPlan, cases: Vec<Case>, seed: u64) -> Self {
+impl HostProgram {
+    pub(super) fn new(
+        number: u64,
+        checked: CheckedPlan,
+        cases: Vec<RandomCall>,
+        seed: u64,
+    ) -> Self {
         let plan = checked.plan();
-        let prepare = |(nth, case): (u64, Case)| {
+        let prepare = |(nth, case): (u64, RandomCall)| {
             let layout = ChunkLayout::of_call(&checked, case.count, case.dtype.size());
             let Some(layout) = layout else {
                 return Prepared { case, inputs: Vec::new(), wanted: None };
@@ -103,7 +108,7 @@ impl Work {
 
 /// A rank's memory of a call.
 struct Buffers<'a> {
-    heap: &'a Heap,
+    heap: &'a FlatHeap,
     rank: u32,
     /// Memory that is no window.
     own: [Vec<u8>; 2],
@@ -118,7 +123,13 @@ struct Places {
 }
 
 impl Buffers<'_> {
-    fn places(&mut self, work: &Work, case: &Case, in_place: bool, nth: usize) -> Places {
+    fn places(
+        &mut self,
+        work: &HostProgram,
+        case: &RandomCall,
+        in_place: bool,
+        nth: usize,
+    ) -> Places {
         let plan = work.checked.plan();
         let size = case.dtype.size();
         let skew = if nth.is_multiple_of(3) { 0 } else { size * (nth % 5) };
@@ -173,12 +184,12 @@ fn load(at: *const u8, bytes: usize) -> Vec<u8> {
 type Found = (Result<()>, Option<String>);
 
 /// Makes all calls of all programs of so many ranks. Returns how many there were, and what was wrong.
-pub(super) fn run(world: u32, works: &[Work], seed: u64) -> (u64, Vec<String>) {
+pub(super) fn run(world: u32, works: &[HostProgram], seed: u64) -> (u64, Vec<String>) {
     let mut random = SplitMix64::for_participant(seed, world.into());
     let epochs = [1, 1, (1 << 30) - 40, (1 << 32) - 60, u64::MAX >> 1];
     let first_epoch = epochs[random.below(epochs.len() as u64) as usize];
     let options = || HostEngineOptions { first_epoch, ..small_scratch() };
-    let heap = Heap::new(world, 1, 2 * ROOM, &options());
+    let heap = FlatHeap::new(world, 1, 2 * ROOM, &options());
     let found: Vec<(Vec<Found>, Result<()>)> = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());
         let own = [vec![0; MAX_BYTES + 4096], vec![0; MAX_BYTES + 4096]];
@@ -198,12 +209,12 @@ pub(super) fn run(world: u32, works: &[Work], seed: u64) -> (u64, Vec<String>) {
     let ends = found.iter().filter_map(|(_, ended)| ended.as_ref().err());
     let mut wrong: Vec<String> = ends.map(|error| format!("the last barrier: {error}")).collect();
     let found: Vec<Vec<Found>> = found.into_iter().map(|(found, _)| found).collect();
-    let calls: Vec<(&Work, &Prepared)> =
+    let calls: Vec<(&HostProgram, &Prepared)> =
         works.iter().flat_map(|work| work.calls.iter().map(move |call| (work, call))).collect();
     for (nth, (work, prepared)) in calls.iter().enumerate() {
         let of_ranks: Vec<&Found> = found.iter().map(|rank| &rank[nth]).collect();
         if let Some(why) = judge(work, prepared, &of_ranks) {
-            let Case { count, dtype, op, in_place, root } = &prepared.case;
+            let RandomCall { count, dtype, op, in_place, root } = &prepared.case;
             let smallest = shrunk(work, prepared);
             wrong.push(format!(
                 "program {} on the host, call {nth} from epoch {first_epoch} on, {count} {dtype:?} by {op:?}, in \
@@ -222,22 +233,23 @@ pub(super) fn run(world: u32, works: &[Work], seed: u64) -> (u64, Vec<String>) {
 }
 
 /// The smallest program of which the same call is wrong, if it is wrong without the calls before it.
-fn shrunk(work: &Work, prepared: &Prepared) -> String {
+fn shrunk(work: &HostProgram, prepared: &Prepared) -> String {
     let mut tries = 0;
     let plan = work.checked.plan();
     let is_wrong = |plan: &Plan| {
         tries += 1;
         let Ok(checked) = plan.clone().check() else { return false };
-        let calls = Work::new(work.number, checked, vec![prepared.case.clone(); 3], work.number);
+        let calls =
+            HostProgram::new(work.number, checked, vec![prepared.case.clone(); 3], work.number);
         tries < MAX_TRIES && !run_once(&calls).is_empty()
     };
     shrink(plan, is_wrong).to_json()
 }
 
 /// Makes the calls of one program on a heap of its own, and says what was wrong.
-fn run_once(work: &Work) -> Vec<String> {
+fn run_once(work: &HostProgram) -> Vec<String> {
     let options = || HostEngineOptions { timeout: Duration::from_secs(3), ..small_scratch() };
-    let heap = Heap::new(work.world(), 1, 2 * ROOM, &options());
+    let heap = FlatHeap::new(work.world(), 1, 2 * ROOM, &options());
     let found: Vec<Vec<Found>> = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, options());
         let own = [vec![0; MAX_BYTES + 4096], vec![0; MAX_BYTES + 4096]];
@@ -254,7 +266,7 @@ fn run_once(work: &Work) -> Vec<String> {
 
 fn call(
     engine: &mut symmpool_collectives::HostEngine,
-    work: &Work,
+    work: &HostProgram,
     prepared: &Prepared,
     buffers: &mut Buffers<'_>,
     nth: usize,
@@ -281,7 +293,7 @@ fn call(
         fill(begin.wrapping_sub(FENCE_BYTES), longest + 2 * FENCE_BYTES, FENCE);
     }
     store(places.from, input);
-    let Case { count, dtype, op, root, .. } = *case;
+    let RandomCall { count, dtype, op, root, .. } = *case;
     let (from, to) = (places.input, places.output);
     // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses them.
     let result = unsafe { engine.run_plan(&work.checked, from, to, count, dtype, op, root) };
@@ -319,7 +331,7 @@ fn call(
 }
 
 /// Why a call was wrong, if it was.
-fn judge(work: &Work, prepared: &Prepared, of_ranks: &[&Found]) -> Option<String> {
+fn judge(work: &HostProgram, prepared: &Prepared, of_ranks: &[&Found]) -> Option<String> {
     if let Some(why) = of_ranks.iter().find_map(|(_, why)| why.clone()) {
         return Some(why);
     }

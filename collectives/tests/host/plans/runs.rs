@@ -7,7 +7,7 @@ use symmpool_collectives::{AllReduceAlgorithm, DType, HostEngine, HostEngineOpti
 
 use super::builder::{place, plan};
 use super::{more_programs, programs};
-use crate::flat_heap::{Buffer, Heap, small_scratch};
+use crate::flat_heap::{FlatHeap, TestBuffer, small_scratch};
 
 pub(super) const WINDOW: u64 = 1 << 17;
 
@@ -51,7 +51,7 @@ pub(super) fn expected(plan: &Plan, rank: u32, count: usize, call: usize, root: 
 pub(super) fn run(
     engine: &mut HostEngine,
     checked: &CheckedPlan,
-    (input, output): (&Buffer, &Buffer),
+    (input, output): (&TestBuffer, &TestBuffer),
     count: usize,
     root: u32,
 ) -> symmpool_allocator::Result<()> {
@@ -64,7 +64,7 @@ pub(super) fn run(
 fn every_program_computes_what_was_proved() {
     for world in [1, 2, 3, 4] {
         let options = small_scratch();
-        let heap = Heap::new(world, 1, 2 * WINDOW, &options);
+        let heap = FlatHeap::new(world, 1, 2 * WINDOW, &options);
         let mut plans = programs::all(world);
         if world > 1 {
             plans.append(&mut more_programs::all(world));
@@ -88,8 +88,8 @@ fn every_program_computes_what_was_proved() {
                         0
                     };
                     let (inputs, outputs) = lengths(plan, rank, count);
-                    let input = Buffer::window(&heap, rank, 0, inputs * 4);
-                    let output = Buffer::window(&heap, rank, WINDOW, outputs * 4);
+                    let input = TestBuffer::window(&heap, rank, 0, inputs * 4);
+                    let output = TestBuffer::window(&heap, rank, WINDOW, outputs * 4);
                     let data: Vec<f32> =
                         (0..inputs).map(|index| value(rank, index, call)).collect();
                     input.write(&data);
@@ -114,7 +114,7 @@ fn every_program_computes_what_was_proved() {
 fn in_place_calls_are_right_or_refused() {
     const WORLD: u32 = 3;
     let options = small_scratch();
-    let heap = Heap::new(WORLD, 1, WINDOW, &options);
+    let heap = FlatHeap::new(WORLD, 1, WINDOW, &options);
     let plans: Vec<CheckedPlan> =
         programs::all(WORLD).into_iter().map(|plan| plan.check().unwrap()).collect();
     heap.ranks(|rank| {
@@ -124,8 +124,8 @@ fn in_place_calls_are_right_or_refused() {
             let count = 250;
             let (inputs, outputs) = lengths(plan, rank, count);
             let own = rank as usize * count * 4;
-            let whole = Buffer::window(&heap, rank, 0, inputs.max(outputs) * 4);
-            let part = Buffer::window(&heap, rank, own as u64, inputs.min(outputs) * 4);
+            let whole = TestBuffer::window(&heap, rank, 0, inputs.max(outputs) * 4);
+            let part = TestBuffer::window(&heap, rank, own as u64, inputs.min(outputs) * 4);
             let (input, output) = match plan.collective {
                 Collective::AllGather => (&part, &whole),
                 Collective::ReduceScatter => (&whole, &part),
@@ -163,7 +163,7 @@ fn a_flat_program_has_the_bits_of_the_built_in_algorithms() {
     const WORLD: u32 = 4;
     const COUNT: usize = 3001;
     let options = small_scratch();
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &options);
     let plans =
         [programs::one_shot(WORLD), programs::two_shot(WORLD), programs::two_shot_pull(WORLD)];
     let plans = plans.map(|plan| plan.check().unwrap());
@@ -172,8 +172,8 @@ fn a_flat_program_has_the_bits_of_the_built_in_algorithms() {
         for (dtype, size) in
             [(DType::F32, 4), (DType::Bf16, 2), (DType::I32, 4), (DType::F8E4m3, 1)]
         {
-            let input = Buffer::window(&heap, rank, 0, COUNT * size);
-            let output = Buffer::window(&heap, rank, WINDOW, COUNT * size);
+            let input = TestBuffer::window(&heap, rank, 0, COUNT * size);
+            let output = TestBuffer::window(&heap, rank, WINDOW, COUNT * size);
             let byte = |index: usize| (index * 29 + rank as usize * 71 + index / 256) as u8 & 0xbf;
             input.write(&(0..COUNT * size).map(byte).collect::<Vec<u8>>());
             let (from, to) = (input.place, output.place);
@@ -200,12 +200,12 @@ fn a_flat_program_has_the_bits_of_the_built_in_algorithms() {
 fn averages_by_partial_sums_divide_once_and_refuse_integers() {
     const WORLD: u32 = 3;
     let options = small_scratch();
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &options);
     let ring = programs::ring(WORLD).check().unwrap();
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let input = Buffer::window(&heap, rank, 0, 400);
-        let output = Buffer::window(&heap, rank, WINDOW, 400);
+        let input = TestBuffer::window(&heap, rank, 0, 400);
+        let output = TestBuffer::window(&heap, rank, WINDOW, 400);
         input.write(&[3.0_f32 * rank as f32; 100]);
         let (from, to) = (input.place, output.place);
         // SAFETY: the buffers hold what the call reads and writes; between calls only their rank accesses them.
@@ -260,12 +260,12 @@ fn averages_divide_each_output_by_its_own_number_of_contributions() {
     const WORLD: u32 = 4;
     const COUNT: usize = 5000;
     let options = small_scratch();
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &options);
     let plans = [scan(WORLD), flat_scan(WORLD)].map(|plan| plan.check().unwrap());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let input = Buffer::window(&heap, rank, 0, COUNT * 4);
-        let output = Buffer::window(&heap, rank, WINDOW, COUNT * 4);
+        let input = TestBuffer::window(&heap, rank, 0, COUNT * 4);
+        let output = TestBuffer::window(&heap, rank, WINDOW, COUNT * 4);
         for (call, checked) in plans.iter().enumerate() {
             let data: Vec<f32> = (0..COUNT).map(|index| value(rank, index, call)).collect();
             input.write(&data);
@@ -290,11 +290,11 @@ fn averages_divide_each_output_by_its_own_number_of_contributions() {
     });
 }
 
-pub(super) trait Refusal {
+pub(super) trait RefusedAsExpected {
     fn is_unsupported_or_invalid(&self) -> bool;
 }
 
-impl Refusal for symmpool_allocator::Error {
+impl RefusedAsExpected for symmpool_allocator::Error {
     fn is_unsupported_or_invalid(&self) -> bool {
         self.is_unsupported() || self.is_invalid_argument()
     }
@@ -304,7 +304,7 @@ impl Refusal for symmpool_allocator::Error {
 fn calls_that_do_not_fit_a_plan_are_refused_and_nothing_is_lost() {
     const WORLD: u32 = 2;
     let options = small_scratch();
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &options);
     let [one_shot, pull, other, custom, tree] = [
         programs::one_shot(2),
         programs::two_shot_pull(2),
@@ -315,9 +315,9 @@ fn calls_that_do_not_fit_a_plan_are_refused_and_nothing_is_lost() {
     .map(|plan| plan.check().unwrap());
     heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
-        let input = Buffer::window(&heap, rank, 0, 4096);
-        let output = Buffer::window(&heap, rank, WINDOW, 4096);
-        let (plain, own) = (Buffer::plain(4096, 0), Buffer::plain(4096, 4));
+        let input = TestBuffer::window(&heap, rank, 0, 4096);
+        let output = TestBuffer::window(&heap, rank, WINDOW, 4096);
+        let (plain, own) = (TestBuffer::plain(4096, 0), TestBuffer::plain(4096, 4));
         let mut refused = |checked: &CheckedPlan, buffers, count, root, words: &str| {
             let error = run(&mut engine, checked, buffers, count, root).expect_err(words);
             assert!(error.to_string().contains(words), "{words}: {error}");
@@ -342,15 +342,15 @@ fn calls_that_do_not_fit_a_plan_are_refused_and_nothing_is_lost() {
 fn ranks_with_other_algorithms_are_named() {
     const WORLD: u32 = 3;
     let options = small_scratch();
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &options);
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &options);
     let errors = heap.ranks(|rank| {
         let mut engine = heap.engine(rank, 0, small_scratch());
         let plan = if rank == 1 { programs::two_shot(WORLD) } else { programs::one_shot(WORLD) };
         let mut plan = plan;
         plan.name = "mine".to_owned();
         let checked = plan.check().unwrap();
-        let input = Buffer::window(&heap, rank, 0, 64);
-        let output = Buffer::window(&heap, rank, WINDOW, 64);
+        let input = TestBuffer::window(&heap, rank, 0, 64);
+        let output = TestBuffer::window(&heap, rank, WINDOW, 64);
         let error = run(&mut engine, &checked, (&input, &output), 16, 0).unwrap_err();
         // The communicator stays usable.
         engine.barrier().unwrap();
@@ -367,15 +367,15 @@ fn ranks_with_other_algorithms_are_named() {
 fn a_rank_that_never_signals_is_named_in_time() {
     const WORLD: u32 = 2;
     let hasty = || HostEngineOptions { timeout: Duration::from_millis(200), ..small_scratch() };
-    let heap = Heap::new(WORLD, 1, 2 * WINDOW, &hasty());
+    let heap = FlatHeap::new(WORLD, 1, 2 * WINDOW, &hasty());
     let checked = programs::one_shot(WORLD).check().unwrap();
     heap.ranks(|rank| {
         if rank == 1 {
             return;
         }
         let mut engine = heap.engine(rank, 0, hasty());
-        let input = Buffer::window(&heap, rank, 0, 64);
-        let output = Buffer::window(&heap, rank, WINDOW, 64);
+        let input = TestBuffer::window(&heap, rank, 0, 64);
+        let output = TestBuffer::window(&heap, rank, WINDOW, 64);
         let error = run(&mut engine, &checked, (&input, &output), 16, 0).unwrap_err();
         assert!(error.is_timeout() && error.ranks() == [1], "{error}");
         assert!(engine.failure().is_some());

@@ -4,8 +4,8 @@ use super::*;
 
 const MIB: u64 = 1 << 20;
 
-fn device() -> Device {
-    Device::new(Driver::sim(1), Some(1 << 30)).unwrap()
+fn device() -> DeviceAllocator {
+    DeviceAllocator::new(Driver::sim(1), Some(1 << 30)).unwrap()
 }
 
 #[test]

@@ -3,21 +3,21 @@
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Result};
 
-use crate::Kind;
+use crate::CheckedDriver;
 
 /// How this process accesses the memory of its driver.
-pub(super) enum Access {
+pub(super) enum ForeignAccess {
     Host,
     /// A second driver of the same device. Copies need the device, not the driver that mapped the memory.
     Cuda(Box<CudaDriver>),
 }
 
-impl Access {
+impl ForeignAccess {
     /// The driver of `rank`, and how to access its memory.
-    pub(super) fn open(kind: Kind, rank: u32) -> Result<(Driver, Self)> {
+    pub(super) fn open(kind: CheckedDriver, rank: u32) -> Result<(Driver, Self)> {
         match kind {
-            Kind::Host => Ok((Driver::host()?, Self::Host)),
-            Kind::Cuda => {
+            CheckedDriver::Host => Ok((Driver::host()?, Self::Host)),
+            CheckedDriver::Cuda => {
                 let ordinal = rank % CudaDriver::device_count()?.max(1);
                 let copies = CudaDriver::new(ordinal)?;
                 Ok((Driver::cuda(ordinal)?, Self::Cuda(Box::new(copies))))

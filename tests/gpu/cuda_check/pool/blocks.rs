@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Block, Pool};
 
-use super::access::Access;
+use super::access::ForeignAccess;
 use crate::text;
 
 type Outcome = Result<(), String>;
@@ -14,9 +14,9 @@ const SIZES: [usize; 8] =
 const MAX_LIVE: usize = 40;
 
 /// Pseudo-random numbers that are the same on every rank.
-pub(super) struct Numbers(pub(super) u64);
+pub(super) struct PseudoRandom(pub(super) u64);
 
-impl Numbers {
+impl PseudoRandom {
     pub(super) fn below(&mut self, end: usize) -> usize {
         self.0 =
             self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -28,7 +28,7 @@ impl Numbers {
 pub(super) fn churn(
     pool: &Pool,
     live: &mut Vec<Block<u8>>,
-    numbers: &mut Numbers,
+    numbers: &mut PseudoRandom,
     steps: usize,
 ) -> Outcome {
     for _ in 0..steps {
@@ -45,7 +45,12 @@ pub(super) fn churn(
 }
 
 /// Every rank writes its part of every block of every rank.
-pub(super) fn write(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64) -> Outcome {
+pub(super) fn write(
+    pool: &Pool,
+    access: &ForeignAccess,
+    live: &[Block<u8>],
+    round: u64,
+) -> Outcome {
     for block in live {
         for owner in 0..pool.world() {
             let address = pool.peer_ptr(owner, block.address()).map_err(text)?;
@@ -60,11 +65,16 @@ pub(super) fn write(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64
 }
 
 /// Every rank checks all of its own blocks, and what it wrote to its peers'.
-pub(super) fn check(pool: &Pool, access: &Access, live: &[Block<u8>], round: u64) -> Outcome {
+pub(super) fn check(
+    pool: &Pool,
+    access: &ForeignAccess,
+    live: &[Block<u8>],
+    round: u64,
+) -> Outcome {
     for block in live {
         let own = match access {
-            Access::Host => block.read(),
-            Access::Cuda(_) => {
+            ForeignAccess::Host => block.read(),
+            ForeignAccess::Cuda(_) => {
                 // SAFETY: the block is mapped, and all writers have committed since.
                 unsafe { access.read(block.address(), block.bytes()) }
             }

@@ -18,7 +18,7 @@ use symmpool_allocator::store::{Store, TcpServer, TcpStore};
 
 pub(crate) use rank::run as run_rank;
 
-use super::{Options, hub};
+use super::{CheckOptions, hub};
 
 /// The store's key for a rank's report.
 fn report_key(rank: u32) -> String {
@@ -26,7 +26,7 @@ fn report_key(rank: u32) -> String {
 }
 
 /// Runs all ranks and returns the combined report.
-pub(crate) fn run(options: &Options, deadline: Deadline) -> Value {
+pub(crate) fn run(options: &CheckOptions, deadline: Deadline) -> Value {
     println!("pools of {} rank(s), {} memory", options.ranks, options.driver.name());
     let mut report = json!({
         "mode": "pool",
@@ -44,7 +44,7 @@ pub(crate) fn run(options: &Options, deadline: Deadline) -> Value {
 }
 
 /// Every rank's report. No process is left running, also after an error.
-fn collect(options: &Options, deadline: Deadline) -> Result<Vec<Value>, String> {
+fn collect(options: &CheckOptions, deadline: Deadline) -> Result<Vec<Value>, String> {
     let server =
         TcpServer::bind("127.0.0.1:0", TcpOptions::default()).map_err(|error| error.to_string())?;
     let address = server.local_addr().to_string();
@@ -78,7 +78,7 @@ fn collect(options: &Options, deadline: Deadline) -> Result<Vec<Value>, String> 
     if wrong.is_empty() { Ok(reports) } else { Err(wrong.join("; ")) }
 }
 
-fn start(options: &Options, address: &str, children: &mut Vec<Child>) -> Result<(), String> {
+fn start(options: &CheckOptions, address: &str, children: &mut Vec<Child>) -> Result<(), String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     for rank in 0..options.ranks {
         let child = Command::new(&program)

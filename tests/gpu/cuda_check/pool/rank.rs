@@ -11,10 +11,10 @@ use symmpool_allocator::store::tcp::TcpOptions;
 use symmpool_allocator::store::{Store, TcpStore};
 use symmpool_allocator::{Block, Deadline, Error, Group, Pool, PoolBuilder};
 
-use super::access::Access;
-use super::blocks::{self, Numbers};
+use super::access::ForeignAccess;
+use super::blocks::{self, PseudoRandom};
 use super::report_key;
-use crate::{Options, text};
+use crate::{CheckOptions, text};
 
 /// How often a commit is timed.
 const TIMES: usize = 15;
@@ -23,7 +23,12 @@ const TIMES: usize = 15;
 const TOO_MUCH: usize = 1 << 39;
 
 /// Runs rank `rank` with the store at `address`, and stores its report there.
-pub(crate) fn run(rank: u32, address: &str, options: &Options, deadline: Deadline) -> ExitCode {
+pub(crate) fn run(
+    rank: u32,
+    address: &str,
+    options: &CheckOptions,
+    deadline: Deadline,
+) -> ExitCode {
     let with = TcpOptions::default();
     let store: Arc<dyn Store> = match TcpStore::connect_as(address, with, rank, deadline) {
         Ok(store) => Arc::new(store),
@@ -53,7 +58,7 @@ pub(crate) fn run(rank: u32, address: &str, options: &Options, deadline: Deadlin
 struct Rank {
     group: Group,
     driver: Driver,
-    access: Access,
+    access: ForeignAccess,
     deadline: Deadline,
     /// Memory and addresses that differ from rank to rank, so that ranks have different addresses.
     _holes: Vec<(Reservation, Physical)>,
@@ -62,13 +67,13 @@ struct Rank {
 impl Rank {
     fn start(
         rank: u32,
-        options: &Options,
+        options: &CheckOptions,
         store: &Arc<dyn Store>,
         deadline: Deadline,
     ) -> Result<Self, String> {
-        let (driver, access) = Access::open(options.driver, rank).map_err(text)?;
+        let (driver, access) = ForeignAccess::open(options.driver, rank).map_err(text)?;
         let group = Group::new(rank, options.ranks, store.clone()).map_err(text)?;
-        let mut numbers = Numbers(u64::from(rank) + 1);
+        let mut numbers = PseudoRandom(u64::from(rank) + 1);
         let mut holes = Vec::new();
         for _ in 0..8 + numbers.below(24) {
             let unit = driver.granularity();
@@ -129,7 +134,7 @@ impl Rank {
     /// Several rounds of allocating, committing, writing through every window, and checking.
     fn work(&self, pool: &Pool) -> Result<(u64, u64), String> {
         const ROUNDS: u64 = 4;
-        let mut numbers = Numbers(2026);
+        let mut numbers = PseudoRandom(2026);
         let mut live = Vec::new();
         let mut bytes = 0;
         for round in 0..ROUNDS {

@@ -5,12 +5,12 @@ use std::time::Duration;
 use symmpool_allocator::{Block, Result};
 use symmpool_collectives::{Communicator, DType, ReduceOp, SplitRows};
 
-use super::{Exchange, MAX_BYTES, POISON, SOME};
-use crate::cuda::{Graph, download, upload};
+use super::{ExchangeChecks, MAX_BYTES, POISON, SOME};
+use crate::cuda::{CallGraph, download, upload};
 use crate::matrix::Matrix;
 use crate::oracle::random;
 
-impl Exchange<'_> {
+impl ExchangeChecks<'_> {
     /// A call is captured once, and replayed with other splits in the device's memory, between
     /// eager all-reduces and all-reduces of another graph.
     pub(super) fn new_splits_ask_no_host(&mut self) -> Result<()> {
@@ -33,7 +33,7 @@ impl Exchange<'_> {
             unsafe { comm.all_reduce_at(at, at, count, DType::I32, ReduceOp::Sum, &stream) }
         };
         let graphs = [1 << 14, 100].map(|count| {
-            Graph::capture(self.pool, self.stream, || {
+            CallGraph::capture(self.pool, self.stream, || {
                 reduce(count)?;
                 // SAFETY: both blocks are longer.
                 unsafe {

@@ -4,7 +4,7 @@ use symmpool_allocator::{Block, Result, Stream};
 use symmpool_collectives::plan::Collective;
 use symmpool_collectives::{Algorithm, Communicator, DType, ReduceOp, Request, StandardCollective};
 
-use super::{Bench, Times};
+use super::{AlgorithmTimes, Bench};
 use crate::{Options, plans};
 
 impl Bench<'_> {
@@ -13,7 +13,7 @@ impl Bench<'_> {
         &mut self,
         options: &Options,
         (from, to): (&Block<u8>, &Block<u8>),
-        times: &mut Times,
+        times: &mut AlgorithmTimes,
     ) -> Result<()> {
         let world = self.pool.world();
         let (to, from) = (to.address() as *mut u8, from.address() as *const u8);
@@ -76,7 +76,7 @@ impl Bench<'_> {
         options: &Options,
         (name, algorithm, parts): (&str, &Algorithm, usize),
         (from, to): (*const u8, *mut u8),
-        times: &mut Times,
+        times: &mut AlgorithmTimes,
     ) -> Result<()> {
         let (dtype, op) = (DType::Bf16, ReduceOp::Sum);
         let comm = Communicator::with_options(self.pool, &options.communicator())?;
@@ -102,7 +102,7 @@ impl Bench<'_> {
         name: &str,
         comm: &Communicator,
         bytes: u64,
-        times: &mut Times,
+        times: &mut AlgorithmTimes,
         call: impl Fn(&Stream) -> Result<()>,
     ) -> Result<()> {
         if let Some((slowest, calls)) = self.time(comm, bytes, call)? {

@@ -5,25 +5,25 @@ use std::time::Duration;
 use symmpool_allocator::Result;
 use symmpool_collectives::{
     CombineAt, Communicator, CommunicatorOptions, DType, DispatchAt, ExpertBuffer, ExpertLayout,
-    ExpertShape, Quantization,
+    ExpertQuantization, ExpertShape,
 };
 
-use super::model::{Routing, as_quantized, channel, encode};
-use super::{Buffer, Check, POISON};
-use crate::cuda::{Graph, download, upload};
+use super::model::{TokenRouting, as_quantized, channel, encode};
+use super::{BorrowedBuffer, Check, POISON};
+use crate::cuda::{CallGraph, download, upload};
 use crate::oracle::random;
 
 impl Check<'_> {
     /// A part of the output for each expert, once with room for all rows and once for fewer.
-    pub(super) fn packed(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+    pub(super) fn packed(&mut self, buffer: &BorrowedBuffer<'_>, seed: u64) -> Result<()> {
         let (shape, rank) = (buffer.shape(), self.pool.rank());
-        let routing = Routing::random(seed, self.pool.world(), &shape);
+        let routing = TokenRouting::random(seed, self.pool.world(), &shape);
         let (offsets, rows) = routing.by_expert(rank, 1);
         let counts: Vec<usize> =
             offsets.windows(2).map(|pair| (pair[1] - pair[0]) as usize).collect();
         let most = counts.iter().copied().max().unwrap_or(0);
         let quantizes = shape.hidden.is_multiple_of(128) && random(seed, 8).is_multiple_of(2);
-        let quantize = if quantizes { Quantization::Fp8 } else { Quantization::None };
+        let quantize = if quantizes { ExpertQuantization::Fp8 } else { ExpertQuantization::None };
         let units = if quantizes { shape.hidden / 128 } else { 0 };
         let row_bytes = shape.hidden * if quantizes { 1 } else { shape.dtype.size() };
         for (all, room) in [(true, most + 1), (false, (most / 2).max(1))] {
@@ -82,10 +82,14 @@ impl Check<'_> {
         Ok(())
     }
 
-    pub(super) fn quantized(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+    pub(super) fn quantized(&mut self, buffer: &BorrowedBuffer<'_>, seed: u64) -> Result<()> {
         let (shape, rank) = (buffer.shape(), self.pool.rank());
-        let routing = Routing::random(seed, self.pool.world(), &shape);
-        let quantize = [Quantization::Fp8, Quantization::Fp8PowerOfTwo, Quantization::Fp8Ue8m0];
+        let routing = TokenRouting::random(seed, self.pool.world(), &shape);
+        let quantize = [
+            ExpertQuantization::Fp8,
+            ExpertQuantization::Fp8PowerOfTwo,
+            ExpertQuantization::Fp8Ue8m0,
+        ];
         let quantize = quantize[(random(seed, 6) % 3) as usize];
         let what = format!("{shape:?} {quantize:?}, seed {seed}");
         let call = DispatchAt { quantize, ..self.put(&routing, &shape, seed)? };
@@ -140,7 +144,7 @@ impl Check<'_> {
     }
 
     /// Error of a dispatch: from the call itself if it is exact, or from waiting for the stream.
-    fn outcome(&self, buffer: &Buffer<'_>, call: &DispatchAt, exact: bool) -> Result<()> {
+    fn outcome(&self, buffer: &BorrowedBuffer<'_>, call: &DispatchAt, exact: bool) -> Result<()> {
         if !exact {
             self.dispatch(buffer, 0, call)?;
             return self.settle(buffer);
@@ -163,7 +167,7 @@ impl Check<'_> {
         };
         for tokens in [3, 300] {
             let counts = vec![tokens; world as usize];
-            let routing = Routing::of(5, world, &shape, &counts);
+            let routing = TokenRouting::of(5, world, &shape, &counts);
             let comm = Communicator::with_options(self.pool, options)?;
             let buffer = ExpertBuffer::new(&comm, shape, None)?;
             let mut call = DispatchAt { ids_dtype: DType::I64, ..self.put(&routing, &shape, 0)? };
@@ -188,7 +192,7 @@ impl Check<'_> {
         let comm = CommunicatorOptions { timeout, ..options.clone() };
         let comm = Communicator::with_options(self.pool, &comm)?;
         let buffer = ExpertBuffer::new(&comm, shape, None)?;
-        let routing = Routing::of(5, world, &shape, &vec![3; world as usize]);
+        let routing = TokenRouting::of(5, world, &shape, &vec![3; world as usize]);
         let call = DispatchAt { ids_dtype: DType::I64, ..self.put(&routing, &shape, 0)? };
         self.put_ids(&routing)?;
         if rank != world - 1 {
@@ -206,16 +210,21 @@ impl Check<'_> {
     }
 
     /// Puts this rank's ids into memory, with 64 bits.
-    pub(super) fn put_ids(&self, routing: &Routing) -> Result<()> {
+    pub(super) fn put_ids(&self, routing: &TokenRouting) -> Result<()> {
         let ids = routing.ids[self.pool.rank() as usize].iter().flatten();
         let ids: Vec<u8> = ids.flat_map(|id| id.to_le_bytes()).collect();
         upload(self.pool, self.ids.address(), &ids)
     }
 
     /// An id that is no expert is named on all ranks, and counts as none.
-    pub(super) fn bad_ids(&mut self, buffer: &Buffer<'_>, seed: u64, exact: bool) -> Result<()> {
+    pub(super) fn bad_ids(
+        &mut self,
+        buffer: &BorrowedBuffer<'_>,
+        seed: u64,
+        exact: bool,
+    ) -> Result<()> {
         let shape = buffer.shape();
-        let mut routing = Routing::random(seed, self.pool.world(), &shape);
+        let mut routing = TokenRouting::random(seed, self.pool.world(), &shape);
         let bad = self.pool.world() as usize - 1;
         routing.ids[bad].resize(4, vec![0; shape.top_k as usize]);
         routing.weights[bad].resize(4, vec![1.0; shape.top_k as usize]);
@@ -242,7 +251,7 @@ impl Check<'_> {
         let buffer = ExpertBuffer::new(comm, shape, None)?;
         let ids = vec![vec![vec![0]; 20]; world as usize];
         let weights = vec![vec![vec![1.0]; 20]; world as usize];
-        let routing = Routing { ids, weights, experts: world };
+        let routing = TokenRouting { ids, weights, experts: world };
         let call = self.put(&routing, &shape, seed)?;
         let result = self.outcome(&buffer, &call, exact);
         let good = result.is_err_and(|error| error.is_overflow() && error.ranks() == [0]);
@@ -282,17 +291,22 @@ impl Check<'_> {
     }
 
     /// S2, S8: a dispatch and a combine are captured once, and replayed with other ids and tokens in memory.
-    pub(super) fn graphs(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<()> {
+    pub(super) fn graphs(&mut self, buffer: &BorrowedBuffer<'_>, seed: u64) -> Result<()> {
         let (shape, rank) = (buffer.shape(), self.pool.rank());
         let tokens = 100;
         let routed = |seed: u64| {
-            Routing::of(seed, self.pool.world(), &shape, &vec![tokens; self.pool.world() as usize])
+            TokenRouting::of(
+                seed,
+                self.pool.world(),
+                &shape,
+                &vec![tokens; self.pool.world() as usize],
+            )
         };
         let call = self.put(&routed(0), &shape, 0)?;
         let call = DispatchAt { ids_dtype: DType::I64, ..call };
         // The host cannot wait for what a graph only captures.
         let mut refused = false;
-        let graph = Graph::capture(self.pool, self.stream, || {
+        let graph = CallGraph::capture(self.pool, self.stream, || {
             let found = self.dispatch_exact(buffer, 0, &call);
             refused = found.is_err_and(|error| error.is_invalid_state());
             Ok(())
@@ -302,7 +316,7 @@ impl Check<'_> {
         self.judge("exact sizes while a graph is captured", &outcome, &[true, true]);
         // The other ranks learn of that before the next capture.
         self.settle(buffer)?;
-        let graph = Graph::capture(self.pool, self.stream, || {
+        let graph = CallGraph::capture(self.pool, self.stream, || {
             self.dispatch(buffer, 0, &call)?;
             let input = buffer.received().rows.cast_const();
             let (output, weights) = (self.result.as_ptr().cast(), std::ptr::null());

@@ -13,8 +13,8 @@ use symmpool_collectives::{
     ExpertShape, ReduceOp,
 };
 
-use super::model::Routing;
-use super::{Buffer, Check, POISON};
+use super::model::TokenRouting;
+use super::{BorrowedBuffer, Check, POISON};
 use crate::Options;
 use crate::cuda::{download, upload};
 use crate::oracle::random;
@@ -86,10 +86,10 @@ impl Damage<'_, '_> {
     }
 
     /// Damages one handle on every rank, and calls by it. Whether the communicator of some rank is closed.
-    fn call(&mut self, buffer: &Buffer<'_>, seed: u64) -> Result<bool> {
+    fn call(&mut self, buffer: &BorrowedBuffer<'_>, seed: u64) -> Result<bool> {
         let (shape, world, rank) =
             (buffer.shape(), self.check.pool.world(), self.check.pool.rank());
-        let routing = Routing::random(seed, world, &shape);
+        let routing = TokenRouting::random(seed, world, &shape);
         // Every rank makes the same call; what it writes is its own.
         let (by_expert, known) = (seed & 1 == 0, seed & 2 == 0);
         let own = random(seed, 60 + u64::from(rank));
@@ -133,7 +133,7 @@ impl Damage<'_, '_> {
         // Peers of a rank that is closed may have ended their call, but not the next one.
         let any_closed = self.any(closed)?;
         for nth in 0..if any_closed { 0 } else { 3 } {
-            let next = Routing::random(seed + nth, world, &shape);
+            let next = TokenRouting::random(seed + nth, world, &shape);
             self.check.right_call(buffer, (&next, seed + nth), None, &what)?;
         }
         let changed = guards.changed(self)?;
@@ -144,7 +144,7 @@ impl Damage<'_, '_> {
     /// Writes one to four numbers into the handle. Returns where in it, and which.
     fn write_numbers(
         &self,
-        buffer: &Buffer<'_>,
+        buffer: &BorrowedBuffer<'_>,
         tokens: usize,
         seed: u64,
     ) -> Result<Vec<(usize, i32)>> {
@@ -211,7 +211,7 @@ struct Guards {
 }
 
 impl Guards {
-    fn put(damage: &Damage<'_, '_>, buffer: &Buffer<'_>) -> Result<Self> {
+    fn put(damage: &Damage<'_, '_>, buffer: &BorrowedBuffer<'_>) -> Result<Self> {
         let (check, shape) = (&*damage.check, buffer.shape());
         let (tokens, row) = (shape.max_tokens, shape.hidden * shape.dtype.size());
         let (top_k, rows) = (shape.top_k as usize, buffer.capacity(true, 1));

@@ -5,8 +5,8 @@ use std::time::Duration;
 use symmpool_allocator::{Error, Result};
 use symmpool_collectives::{CombineAt, DType, DispatchAt, ExpertLayout};
 
-use super::model::{Routing, encode};
-use super::{Buffer, Check};
+use super::model::{TokenRouting, encode};
+use super::{BorrowedBuffer, Check};
 use crate::cuda::{download, upload};
 
 /// How late a rank comes.
@@ -17,12 +17,12 @@ impl Check<'_> {
     /// with it. Every rank does so, and none waits for what another one leaves out.
     pub(super) fn wrong_handles(
         &mut self,
-        buffer: &Buffer<'_>,
+        buffer: &BorrowedBuffer<'_>,
         tokens: usize,
         seed: u64,
     ) -> Result<()> {
         let (shape, world) = (buffer.shape(), self.pool.world());
-        let routing = Routing::of(seed, world, &shape, &vec![tokens; world as usize]);
+        let routing = TokenRouting::of(seed, world, &shape, &vec![tokens; world as usize]);
         let parts = buffer.handle_parts();
         let cases = [
             ("places", parts.places, 1 << 30, true),
@@ -109,7 +109,12 @@ impl Check<'_> {
 
     /// A call whose handle says that fewer rows come than do leaves none of them for the next right call, also where the
     /// rows that belong to that one arrive late.
-    fn nothing_is_left(&mut self, buffer: &Buffer<'_>, tokens: usize, seed: u64) -> Result<()> {
+    fn nothing_is_left(
+        &mut self,
+        buffer: &BorrowedBuffer<'_>,
+        tokens: usize,
+        seed: u64,
+    ) -> Result<()> {
         let (world, rank, parts) = (self.pool.world(), self.pool.rank(), buffer.handle_parts());
         // Where the handle becomes wrong, what of the number there, and whether a combine uses it.
         type Damage = (usize, fn(i32) -> i32, bool);
@@ -129,7 +134,8 @@ impl Check<'_> {
             (own_rows, if is_last { |begin| begin - 1 } else { |begin| begin }, false),
         ];
         let shape = buffer.shape();
-        let routing_of = |seed| Routing::of(seed, world, &shape, &vec![tokens; world as usize]);
+        let routing_of =
+            |seed| TokenRouting::of(seed, world, &shape, &vec![tokens; world as usize]);
         let (first, next) = (routing_of(seed), routing_of(seed + 1));
         for (which, (at, change, combines)) in cases.into_iter().enumerate() {
             for late in 0..world {
@@ -166,7 +172,7 @@ impl Check<'_> {
         Ok(())
     }
 
-    fn combine_of(&self, buffer: &Buffer<'_>, tokens: usize) -> CombineAt {
+    fn combine_of(&self, buffer: &BorrowedBuffer<'_>, tokens: usize) -> CombineAt {
         CombineAt {
             input: buffer.received().rows.cast_const(),
             input_rows: buffer.capacity(false, 1),
@@ -181,8 +187,8 @@ impl Check<'_> {
     /// A dispatch and a combine, to both of which that rank comes late.
     pub(super) fn right_call(
         &mut self,
-        buffer: &Buffer<'_>,
-        (routing, seed): (&Routing, u64),
+        buffer: &BorrowedBuffer<'_>,
+        (routing, seed): (&TokenRouting, u64),
         late: Option<u32>,
         what: &str,
     ) -> Result<()> {

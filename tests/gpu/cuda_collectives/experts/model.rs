@@ -1,12 +1,12 @@
 //! A model of dispatch to experts and combine that moves one row at a time, for the expected results.
 
-use symmpool_collectives::{DType, ExpertShape, F8E4m3, Quantization, ReceivedSizes};
+use symmpool_collectives::{DType, ExpertQuantization, ExpertShape, F8E4m3, ReceivedSizes};
 
 use crate::oracle::random;
 
 /// The experts of every rank's tokens, and their weights.
 #[derive(Clone, Debug)]
-pub(crate) struct Routing {
+pub(crate) struct TokenRouting {
     pub(crate) ids: Vec<Vec<Vec<i64>>>,
     pub(crate) weights: Vec<Vec<Vec<f32>>>,
     pub(crate) experts: u32,
@@ -27,7 +27,7 @@ pub(crate) fn tokens_of(seed: u64, rank: usize, count: usize, shape: &ExpertShap
     encode(shape.dtype, values)
 }
 
-impl Routing {
+impl TokenRouting {
     /// Random tokens, the same for the same seed: none, all for one expert, few, or spread.
     pub(crate) fn random(seed: u64, world: u32, shape: &ExpertShape) -> Self {
         // Ranks with few tokens take part in other ways than ranks with many.
@@ -192,16 +192,16 @@ pub(crate) fn encode(dtype: DType, values: impl IntoIterator<Item = f32>) -> Vec
 }
 
 /// A row as 8-bit floats, and its scales.
-pub(crate) fn as_quantized(values: &[f32], quantize: Quantization) -> (Vec<u8>, Vec<u8>) {
+pub(crate) fn as_quantized(values: &[f32], quantize: ExpertQuantization) -> (Vec<u8>, Vec<u8>) {
     let (mut row, mut scales) = (Vec::new(), Vec::new());
     for group in values.chunks(128) {
         let largest = group.iter().fold(1e-4_f32, |largest, value| largest.max(value.abs()));
         let mut scale = largest / 448.0;
-        if quantize != Quantization::Fp8 {
+        if quantize != ExpertQuantization::Fp8 {
             scale = 2.0_f32.powi(scale.log2().ceil() as i32);
         }
         match quantize {
-            Quantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
+            ExpertQuantization::Fp8Ue8m0 => scales.push((scale.to_bits() >> 23) as u8),
             _ => scales.extend(scale.to_le_bytes()),
         }
         let inverse = 1.0 / scale;

@@ -2,11 +2,11 @@
 
 use symmpool_allocator::{Pool, Result, Stream};
 use symmpool_collectives::{
-    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape,
-    Quantization,
+    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertQuantization,
+    ExpertShape,
 };
 
-use crate::cuda::{Clock, Graph, stream, upload};
+use crate::cuda::{CallGraph, StreamTimer, stream, upload};
 use crate::oracle::random;
 use crate::{ORDINARY, Options};
 
@@ -31,7 +31,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
     pool.commit()?;
     let stream = stream(pool)?;
     let comm = Communicator::with_options(pool, &options.communicator())?;
-    let clock = Clock::new(pool, 1)?;
+    let clock = StreamTimer::new(pool, 1)?;
     let mut lines = 0;
     for num_sms in [None, Some(24)] {
         let (max_tokens, dtype) = (MAX_TOKENS, DType::Bf16);
@@ -65,15 +65,15 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
                 ids: ids.as_ptr().cast(),
                 ids_dtype: DType::I32,
                 weights: weights.as_ptr().cast(),
-                quantize: Quantization::None,
+                quantize: ExpertQuantization::None,
                 layout: ExpertLayout::ByRank,
                 known: false,
                 more: 0,
             };
             let known = DispatchAt { known: true, ..fresh };
             let (fp8, fp8_known) = (
-                DispatchAt { quantize: Quantization::Fp8, ..fresh },
-                DispatchAt { quantize: Quantization::Fp8, ..known },
+                DispatchAt { quantize: ExpertQuantization::Fp8, ..fresh },
+                DispatchAt { quantize: ExpertQuantization::Fp8, ..known },
             );
             let layout = ExpertLayout::ByExpert {
                 output: rows.as_ptr().cast(),
@@ -99,7 +99,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<(u64, u64)> {
             let mut time = |what: &str, call: &dyn Fn() -> Result<()>| -> Result<()> {
                 call()?;
                 comm.synchronize(&stream)?;
-                let graph = Graph::capture(pool, stream, || (0..CALLS).try_for_each(|_| call()))?;
+                let graph =
+                    CallGraph::capture(pool, stream, || (0..CALLS).try_for_each(|_| call()))?;
                 let mut best = f64::MAX;
                 for _ in 0..12 {
                     best = best.min(clock.time(pool, stream, || graph.launch(pool, stream))?);

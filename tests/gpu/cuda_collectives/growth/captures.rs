@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Error, Result};
 
-use super::{DTYPE, FEW, GROWN, Growth, KINDS, Kind, MANY, SMALL};
-use crate::cuda::Graph;
+use super::{DTYPE, FEW, GROWN, GrowingCall, GrowthChecks, KINDS, MANY, SMALL};
+use crate::cuda::CallGraph;
 use crate::{INTERRUPTED, MAX_LATE, expect_error};
 
 /// How long ranks may wait where none comes.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-impl Growth<'_> {
+impl GrowthChecks<'_> {
     /// First large calls in captures.
     pub(super) fn captures(&mut self) -> Result<()> {
         for kind in KINDS {
@@ -29,9 +29,9 @@ impl Growth<'_> {
     }
 
     /// Captures a call. Its error is the call's, and then there is no graph.
-    fn capture(&self, kind: Kind, count: usize) -> Result<Graph> {
+    fn capture(&self, kind: GrowingCall, count: usize) -> Result<CallGraph> {
         let mut error = None;
-        let graph = Graph::capture(self.pool, self.stream, || {
+        let graph = CallGraph::capture(self.pool, self.stream, || {
             error = self.call(kind, count).err();
             Ok(())
         });
@@ -44,20 +44,20 @@ impl Growth<'_> {
     }
 
     /// Replays of a graph with one call are right.
-    fn replay(&mut self, graph: &Graph, kind: Kind, count: usize) -> Result<()> {
+    fn replay(&mut self, graph: &CallGraph, kind: GrowingCall, count: usize) -> Result<()> {
         self.case_by(kind, count, |growth| graph.launch(growth.pool, growth.stream))
     }
 
     /// The communicator's first call of all is a large one, and captured.
-    fn grows_in_a_capture_of(&mut self, kind: Kind) -> Result<()> {
+    fn grows_in_a_capture_of(&mut self, kind: GrowingCall) -> Result<()> {
         self.renew()?;
-        let count = if kind == Kind::Broadcast { MANY * 2 } else { MANY };
+        let count = if kind == GrowingCall::Broadcast { MANY * 2 } else { MANY };
         let graph = self.capture(kind, count)?;
         let total = self.comm.memory().total;
         self.check(&format!("{kind:?} grows in a capture"), (SMALL + 1..=GROWN).contains(&total));
         for few in FEW {
             self.replay(&graph, kind, count)?;
-            self.case(Kind::AllReduce, few)?;
+            self.case(GrowingCall::AllReduce, few)?;
             self.case(kind, count)?;
         }
         for other in KINDS {
@@ -73,11 +73,11 @@ impl Growth<'_> {
         self.renew()?;
         let mut graphs = Vec::new();
         for (kind, count) in [
-            (Kind::AllReduce, 1000),
-            (Kind::AllGather, 77),
-            (Kind::AllReduce, MANY),
-            (Kind::AllReduce, 4096),
-            (Kind::AllToAll, 500),
+            (GrowingCall::AllReduce, 1000),
+            (GrowingCall::AllGather, 77),
+            (GrowingCall::AllReduce, MANY),
+            (GrowingCall::AllReduce, 4096),
+            (GrowingCall::AllToAll, 500),
         ] {
             graphs.push((kind, count, self.capture(kind, count)?));
             let grown = self.comm.memory().total > SMALL;
@@ -88,22 +88,22 @@ impl Growth<'_> {
             self.case(kind, MANY)?;
             for (kind, count, graph) in &graphs {
                 self.replay(graph, *kind, *count)?;
-                self.case(Kind::AllGather, 1000)?;
+                self.case(GrowingCall::AllGather, 1000)?;
             }
         }
         self.check("memory is taken once", self.comm.memory().total == total);
         graphs.into_iter().try_for_each(|(_, _, graph)| graph.destroy(self.pool))?;
         // Both in one graph, the small call before and behind the large one.
         self.renew()?;
-        let both = Graph::capture(self.pool, self.stream, || {
+        let both = CallGraph::capture(self.pool, self.stream, || {
             [1000, MANY, 4096]
                 .into_iter()
-                .try_for_each(|count| self.call(Kind::AllReduce, count))?;
-            self.call(Kind::AllReduce, MANY)
+                .try_for_each(|count| self.call(GrowingCall::AllReduce, count))?;
+            self.call(GrowingCall::AllReduce, MANY)
         })?;
         for _ in 0..3 {
-            self.replay(&both, Kind::AllReduce, MANY)?;
-            self.case(Kind::AllReduce, 1000)?;
+            self.replay(&both, GrowingCall::AllReduce, MANY)?;
+            self.case(GrowingCall::AllReduce, 1000)?;
         }
         both.destroy(self.pool)
     }
@@ -112,8 +112,8 @@ impl Growth<'_> {
     fn grows_beside_a_graph_that_runs(&mut self) -> Result<()> {
         for turn in 0..4 {
             self.renew()?;
-            let small = Graph::capture(self.pool, self.stream, || {
-                (0..20).try_for_each(|_| self.call(Kind::AllReduce, 4096))
+            let small = CallGraph::capture(self.pool, self.stream, || {
+                (0..20).try_for_each(|_| self.call(GrowingCall::AllReduce, 4096))
             })?;
             let last = self.pool.rank() == self.pool.world() - 1;
             if turn % 2 == 1 && last {
@@ -121,12 +121,12 @@ impl Growth<'_> {
                 std::thread::sleep(Duration::from_millis(100));
             }
             small.launch(self.pool, self.stream)?;
-            let large = self.capture(Kind::AllReduce, MANY)?;
+            let large = self.capture(GrowingCall::AllReduce, MANY)?;
             self.check("it grows", self.comm.memory().total > SMALL);
             self.comm.synchronize(&self.stream)?;
             for _ in 0..2 {
-                self.replay(&large, Kind::AllReduce, MANY)?;
-                self.replay(&small, Kind::AllReduce, 4096)?;
+                self.replay(&large, GrowingCall::AllReduce, MANY)?;
+                self.replay(&small, GrowingCall::AllReduce, 4096)?;
             }
             small.destroy(self.pool)?;
             large.destroy(self.pool)?;
@@ -139,26 +139,26 @@ impl Growth<'_> {
         let is_last = self.pool.rank() == self.pool.world() - 1;
         for captured in [false, true] {
             self.renew()?;
-            let small = is_last.then(|| self.capture(Kind::AllReduce, 1000)).transpose()?;
+            let small = is_last.then(|| self.capture(GrowingCall::AllReduce, 1000)).transpose()?;
             let replayed = |growth: &Self| match &small {
                 Some(graph) => graph.launch(growth.pool, growth.stream),
-                None => growth.call(Kind::AllReduce, 1000),
+                None => growth.call(GrowingCall::AllReduce, 1000),
             };
-            self.case_by(Kind::AllReduce, 1000, replayed)?;
-            let large = captured.then(|| self.capture(Kind::AllReduce, MANY)).transpose()?;
+            self.case_by(GrowingCall::AllReduce, 1000, replayed)?;
+            let large = captured.then(|| self.capture(GrowingCall::AllReduce, MANY)).transpose()?;
             for count in [MANY, 1000, MANY] {
-                self.case(Kind::AllReduce, count)?;
-                self.case(Kind::AllToAll, count)?;
-                self.case_by(Kind::AllReduce, 1000, replayed)?;
+                self.case(GrowingCall::AllReduce, count)?;
+                self.case(GrowingCall::AllToAll, count)?;
+                self.case_by(GrowingCall::AllReduce, 1000, replayed)?;
             }
             self.check("one rank's graph is no obstacle", self.comm.memory().total > SMALL);
             // Once memory has grown, ranks may capture what others call.
             if is_last {
-                let alone = self.capture(Kind::AllReduce, MANY)?;
-                self.replay(&alone, Kind::AllReduce, MANY)?;
+                let alone = self.capture(GrowingCall::AllReduce, MANY)?;
+                self.replay(&alone, GrowingCall::AllReduce, MANY)?;
                 alone.destroy(self.pool)?;
             } else {
-                self.case(Kind::AllReduce, MANY)?;
+                self.case(GrowingCall::AllReduce, MANY)?;
             }
             small.into_iter().chain(large).try_for_each(|graph| graph.destroy(self.pool))?;
         }
@@ -174,15 +174,15 @@ impl Growth<'_> {
         for late in [None, Some(0), Some(odd)] {
             for odd_captures in [true, false] {
                 self.renew()?;
-                self.case(Kind::AllReduce, 1000)?;
+                self.case(GrowingCall::AllReduce, 1000)?;
                 if late == Some(rank) {
                     std::thread::sleep(Duration::from_millis(200));
                 }
                 let begun = Instant::now();
                 let made = if (rank == odd) == odd_captures {
-                    self.capture(Kind::AllReduce, MANY).map(drop)
+                    self.capture(GrowingCall::AllReduce, MANY).map(drop)
                 } else {
-                    self.call(Kind::AllReduce, MANY)
+                    self.call(GrowingCall::AllReduce, MANY)
                 };
                 let made = made.and_then(|()| self.comm.synchronize(&self.stream));
                 let error = expect_error(made, "a first large call that some capture")?;
@@ -191,7 +191,7 @@ impl Growth<'_> {
                 self.check(&format!("{late:?} {odd_captures}: {error}"), named);
                 let patience = self.options.timeout / 2;
                 self.check("at once", begun.elapsed() < patience.max(Duration::from_secs(5)));
-                let again = expect_error(self.call(Kind::AllReduce, 8), "a call after it")?;
+                let again = expect_error(self.call(GrowingCall::AllReduce, 8), "a call after it")?;
                 self.check(&format!("closed: {again}"), again.is_diverged());
             }
         }
@@ -201,11 +201,13 @@ impl Growth<'_> {
     /// Calls that differ are the same error as outside of captures.
     fn says_which_captured_calls_differ(&mut self) -> Result<()> {
         let first = self.pool.rank() == 0;
-        for (kind, count) in
-            [(Kind::AllReduce, MANY + 1), (Kind::AllGather, MANY), (Kind::Splits, 8)]
-        {
+        for (kind, count) in [
+            (GrowingCall::AllReduce, MANY + 1),
+            (GrowingCall::AllGather, MANY),
+            (GrowingCall::Splits, 8),
+        ] {
             self.renew()?;
-            let (kind, count) = if first { (Kind::AllReduce, MANY) } else { (kind, count) };
+            let (kind, count) = if first { (GrowingCall::AllReduce, MANY) } else { (kind, count) };
             let error = expect_error(self.capture(kind, count), "calls that differ")?;
             let named = error.is_diverged() && error.to_string().contains(&MANY.to_string());
             self.check(&format!("{kind:?}: {error}"), named);
@@ -217,21 +219,21 @@ impl Growth<'_> {
     /// goes on.
     fn says_which_rank_does_not_capture(&mut self) -> Result<()> {
         self.renew()?;
-        self.case(Kind::AllReduce, 1000)?;
+        self.case(GrowingCall::AllReduce, 1000)?;
         self.comm.set_timeout(TIMEOUT)?;
         let late = self.pool.world() - 1;
         if self.pool.rank() == late {
             std::thread::sleep(2 * TIMEOUT);
         }
         let begun = Instant::now();
-        let captured = self.capture(Kind::AllReduce, MANY);
+        let captured = self.capture(GrowingCall::AllReduce, MANY);
         let error = expect_error(captured, "a capture to which a rank comes late")?;
         let named = error.is_timeout() && error.to_string().contains(&format!("rank {late}"));
         self.check(&format!("who is late: {error}"), named);
         self.check("in time", begun.elapsed() < TIMEOUT + MAX_LATE);
         self.check("the pool still commits", self.pool.can_commit());
         // Nothing of that is taken for the next communicator's.
-        self.grows_in_a_capture_of(Kind::AllReduce)
+        self.grows_in_a_capture_of(GrowingCall::AllReduce)
     }
 
     /// Ctrl-C ends the wait in a capture, and the other ranks' too.
@@ -249,12 +251,13 @@ impl Growth<'_> {
                 INTERRUPTED.store(true, Ordering::Relaxed);
             })
         });
-        let error = expect_error(self.capture(Kind::AllReduce, MANY), "an interrupted capture")?;
+        let error =
+            expect_error(self.capture(GrowingCall::AllReduce, MANY), "an interrupted capture")?;
         self.check("soon", begun.elapsed() < TIMEOUT / 2);
         if let Some(interrupt) = interrupt {
             interrupt.join().expect("no panic");
             INTERRUPTED.store(false, Ordering::Relaxed);
-            let again = expect_error(self.call(Kind::AllReduce, 8), "a call after it")?;
+            let again = expect_error(self.call(GrowingCall::AllReduce, 8), "a call after it")?;
             let stopped = error.is_interrupted() && again.is_interrupted();
             self.check(&format!("interrupted: {error}"), stopped);
         } else {
@@ -282,7 +285,7 @@ impl Growth<'_> {
         }
         let fails = failed.as_ref().is_none_or(Error::is_timeout);
         self.check(&format!("no message: {failed:?}"), fails);
-        let captured = self.capture(Kind::AllReduce, MANY);
+        let captured = self.capture(GrowingCall::AllReduce, MANY);
         let error = expect_error(captured, "a capture without a rank that has failed")?;
         let right = match self.pool.rank() == odd {
             true => error.to_string().contains("timed out"),

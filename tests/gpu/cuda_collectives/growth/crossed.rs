@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, ReduceOp};
 
-use super::{DTYPE, Growth, Kind, MANY, SMALL};
-use crate::cuda::{Graph, download, stream, upload};
+use super::{DTYPE, GrowingCall, GrowthChecks, MANY, SMALL};
+use crate::cuda::{CallGraph, download, stream, upload};
 use crate::{MAX_LATE, expect_error};
 
 /// How long ranks may wait where none comes.
 const TIMEOUT: Duration = Duration::from_secs(3);
 
-impl Growth<'_> {
+impl GrowthChecks<'_> {
     pub(super) fn crosses(&mut self) -> Result<()> {
         for captured in [true, false] {
             for turn in 0..2 {
@@ -53,7 +53,7 @@ impl Growth<'_> {
                         unsafe { comm.all_reduce_at(to, from, MANY, DTYPE, ReduceOp::Sum, &stream) }
                     };
                     if captured {
-                        let graph = Graph::capture_of_thread(pool, stream, call)?;
+                        let graph = CallGraph::capture_of_thread(pool, stream, call)?;
                         graph.launch(pool, stream)?;
                     } else {
                         call()?;
@@ -97,7 +97,7 @@ impl Growth<'_> {
             unsafe { comm.all_reduce_at(to, from, MANY, DTYPE, ReduceOp::Sum, stream) }
         };
         let mut called = Ok(());
-        let captured = Graph::capture(pool, self.stream, || {
+        let captured = CallGraph::capture(pool, self.stream, || {
             called = call(&comms[swaps], &self.stream)
                 .and_then(|()| call(&comms[1 - swaps], &self.stream));
             Ok(())
@@ -109,6 +109,6 @@ impl Growth<'_> {
         self.check(&format!("in another order: {error}"), typed && in_time);
         self.check("the pool still commits", self.pool.can_commit());
         self.renew()?;
-        self.case(Kind::AllReduce, MANY)
+        self.case(GrowingCall::AllReduce, MANY)
     }
 }

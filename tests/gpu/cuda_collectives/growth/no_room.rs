@@ -2,11 +2,11 @@
 
 use symmpool_allocator::{Error, Result};
 
-use super::{Growth, Kind, MANY, SMALL};
-use crate::cuda::Graph;
+use super::{GrowingCall, GrowthChecks, MANY, SMALL};
+use crate::cuda::CallGraph;
 use crate::launches::{Emulated, Failing};
 
-impl Growth<'_> {
+impl GrowthChecks<'_> {
     /// One rank's device has no memory, or no room to map that of others. Emulated devices alone fail when they are asked to.
     pub(super) fn has_no_room(&mut self) -> Result<()> {
         let Some(emulated) = Emulated::find() else { return Ok(()) };
@@ -37,7 +37,7 @@ impl Growth<'_> {
         self.pool.commit()?;
         self.pool.lane(symmpool_allocator::CONTROL_LANE)?.trim()?;
         self.pool.commit()?;
-        self.case(Kind::AllReduce, 1000)?;
+        self.case(GrowingCall::AllReduce, 1000)?;
         let before = self.pool.lane(symmpool_allocator::CONTROL_LANE)?.reserved()?;
         let odd = self.pool.rank() == self.pool.world() - 1;
         if odd {
@@ -46,12 +46,12 @@ impl Growth<'_> {
         let mut graphs = Vec::new();
         let mut large = |growth: &mut Self, may_fail: bool| {
             if captured {
-                let made = Graph::capture(growth.pool, growth.stream, || {
-                    growth.call(Kind::AllReduce, MANY)
+                let made = CallGraph::capture(growth.pool, growth.stream, || {
+                    growth.call(GrowingCall::AllReduce, MANY)
                 })?;
                 graphs.push(made);
             } else {
-                growth.case(Kind::AllReduce, MANY)?;
+                growth.case(GrowingCall::AllReduce, MANY)?;
             }
             if may_fail {
                 let calls = emulated.fail(what, 0);
@@ -70,11 +70,13 @@ impl Growth<'_> {
         let grown = held.map(|held| held.total > SMALL);
         self.check(&format!("{name}: it is tried again: {grown:?}"), grown == [false, false, true]);
         for graph in graphs {
-            self.case_by(Kind::AllReduce, MANY, |growth| graph.launch(growth.pool, growth.stream))?;
-            self.case(Kind::AllReduce, 1000)?;
+            self.case_by(GrowingCall::AllReduce, MANY, |growth| {
+                graph.launch(growth.pool, growth.stream)
+            })?;
+            self.case(GrowingCall::AllReduce, 1000)?;
             graph.destroy(self.pool)?;
         }
-        self.case(Kind::AllToAll, MANY)?;
+        self.case(GrowingCall::AllToAll, MANY)?;
         self.check(&format!("{name}: nothing is due"), !self.pool.is_commit_due());
         let held = self.pool.lane(symmpool_allocator::CONTROL_LANE)?.reserved()? - before;
         let taken = self.comm.memory().total;

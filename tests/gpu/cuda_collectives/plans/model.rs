@@ -9,7 +9,7 @@ use symmpool_collectives::{DType, ReduceOp};
 
 use crate::oracle::reduce;
 
-type Cell = (u32, Buffer, u32);
+type ModelCell = (u32, Buffer, u32);
 
 /// The output of the communicator's `rank`. `inputs` are those of all ranks. `equal` says that the plan takes equal chunks
 /// alone.
@@ -23,7 +23,7 @@ pub(crate) fn output(
 ) -> Vec<u8> {
     let world = plan.world;
     let of_plan = |rank: u32| (rank + world - root) % world;
-    let mut cells: BTreeMap<Cell, Vec<u8>> = BTreeMap::new();
+    let mut cells: BTreeMap<ModelCell, Vec<u8>> = BTreeMap::new();
     for (real, input) in (0u32..).zip(inputs) {
         for (index, chunk) in (0u32..).zip(chunks(plan, input, dtype, equal)) {
             cells.insert((of_plan(real), Buffer::Input, index), chunk);
@@ -86,7 +86,7 @@ fn chunks(plan: &Plan, input: &[u8], dtype: DType, equal: bool) -> Vec<Vec<u8>> 
 
 fn move_data(
     operation: &Operation,
-    cells: &mut BTreeMap<Cell, Vec<u8>>,
+    cells: &mut BTreeMap<ModelCell, Vec<u8>>,
     (dtype, op): (DType, ReduceOp),
 ) {
     let (dst, srcs): (Span, &[Span]) = match operation {

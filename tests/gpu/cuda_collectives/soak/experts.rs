@@ -5,12 +5,12 @@ use std::sync::Arc;
 
 use symmpool_allocator::{Block, Pool, Result, Stream};
 use symmpool_collectives::{
-    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertShape,
-    Quantization,
+    CombineAt, Communicator, DType, DispatchAt, ExpertBuffer, ExpertLayout, ExpertQuantization,
+    ExpertShape,
 };
 
 use crate::cuda::upload;
-use crate::experts::model::{Routing, encode, tokens_of};
+use crate::experts::model::{TokenRouting, encode, tokens_of};
 use crate::oracle::random;
 use crate::tools::Tools;
 
@@ -30,14 +30,14 @@ struct Routed {
 }
 
 /// A buffer, and what its calls need.
-struct Calls {
+struct ExpertsBuffer {
     buffer: ExpertBuffer<Arc<Communicator>>,
     handle: Block<u8>,
     output: Block<u8>,
     routed: Vec<Routed>,
 }
 
-pub(super) struct Experts(Vec<Calls>);
+pub(super) struct Experts(Vec<ExpertsBuffer>);
 
 impl Experts {
     /// Buffers on the first communicator and on the last one.
@@ -50,7 +50,7 @@ impl Experts {
             let routed =
                 |at: usize| Routed::new(pool, &shape, random(seed ^ 13, (nth * 64 + at) as u64));
             let buffer = ExpertBuffer::new(comms[nth].clone(), shape, None)?;
-            Ok(Calls {
+            Ok(ExpertsBuffer {
                 handle: pool.alloc::<u8>(buffer.handle_parts().bytes)?,
                 output: pool.alloc::<u8>(max_tokens * hidden * DTYPE.size())?,
                 routed: (0..ROUTINGS).map(routed).collect::<Result<_>>()?,
@@ -60,7 +60,7 @@ impl Experts {
         SHAPES.into_iter().enumerate().map(make).collect::<Result<_>>().map(Self)
     }
 
-    fn of(&self, number: u64) -> (&Calls, &Routed) {
+    fn of(&self, number: u64) -> (&ExpertsBuffer, &Routed) {
         let calls = &self.0[(number >> 12) as usize % self.0.len()];
         (calls, &calls.routed[(number >> 24) as usize % ROUTINGS])
     }
@@ -80,7 +80,7 @@ impl Experts {
             ids: routed.ids.as_ptr(),
             ids_dtype: DType::I64,
             weights: routed.weights.as_ptr().cast::<f32>(),
-            quantize: Quantization::None,
+            quantize: ExpertQuantization::None,
             layout: ExpertLayout::ByRank,
             known: false,
             more: 0,
@@ -127,7 +127,7 @@ impl Experts {
 impl Routed {
     fn new(pool: &Pool, shape: &ExpertShape, seed: u64) -> Result<Self> {
         let (rank, world, hidden) = (pool.rank(), pool.world(), shape.hidden);
-        let routing = Routing::random(seed, world, shape);
+        let routing = TokenRouting::random(seed, world, shape);
         let own = rank as usize;
         let tokens = routing.ids[own].len();
         // Every rank allocates the same.

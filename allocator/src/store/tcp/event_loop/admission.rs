@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll::EventFlags;
 use rustix::io::Errno;
 
-use super::{Connection, EventLoop, Phase};
+use super::{Connection, ConnectionPhase, EventLoop};
 use crate::descriptors;
 use crate::fork::NotInherited;
 use crate::random::random_bytes;
@@ -140,7 +140,7 @@ impl EventLoop {
             stream,
             incoming: Incoming::default(),
             outgoing,
-            phase: Phase::Handshake { nonce },
+            phase: ConnectionPhase::Handshake { nonce },
             polled,
             timer: None,
         };

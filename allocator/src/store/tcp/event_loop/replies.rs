@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::{EventLoop, LINGER, Phase};
+use super::{ConnectionPhase, EventLoop, LINGER};
 use crate::Error;
 use crate::store::tcp::frame_io::Incoming;
 use crate::store::tcp::server_state::{Client, Frame};
@@ -33,7 +33,7 @@ impl EventLoop {
     fn tell_all(&mut self, message: &ToClient) {
         let frame = self.state.frame(message, None);
         let admitted = self.connections.iter().filter(|(_, connection)| {
-            !matches!(connection.phase, Phase::Handshake { .. } | Phase::Ending)
+            !matches!(connection.phase, ConnectionPhase::Handshake { .. } | ConnectionPhase::Ending)
         });
         for client in admitted.map(|(client, _)| *client).collect::<Vec<_>>() {
             self.tell(client, frame.clone());
@@ -51,7 +51,7 @@ impl EventLoop {
         let stall = self.limits().stall;
         let Some(connection) = self.connections.get_mut(&client) else { return };
         connection.outgoing.push(frame);
-        self.set_phase(client, Phase::Replying);
+        self.set_phase(client, ConnectionPhase::Replying);
         self.set_timer(client, Some(stall));
         self.flush(client);
     }
@@ -65,12 +65,12 @@ impl EventLoop {
         };
         let empty = connection.outgoing.is_empty();
         match connection.phase {
-            Phase::Replying if empty => {
-                self.set_phase(client, Phase::Ready);
+            ConnectionPhase::Replying if empty => {
+                self.set_phase(client, ConnectionPhase::Ready);
                 self.set_timer(client, None);
             }
-            Phase::Replying if progress => self.set_timer(client, Some(stall)),
-            Phase::Ending if empty => {
+            ConnectionPhase::Replying if progress => self.set_timer(client, Some(stall)),
+            ConnectionPhase::Ending if empty => {
                 let _ = connection.stream.shutdown(Shutdown::Write);
             }
             _ => {}
@@ -91,7 +91,7 @@ impl EventLoop {
         let Some(connection) = self.connections.get_mut(&client) else { return };
         connection.incoming = Incoming::default();
         connection.outgoing.push(frame);
-        self.set_phase(client, Phase::Ending);
+        self.set_phase(client, ConnectionPhase::Ending);
         self.set_timer(client, Some(LINGER));
         self.flush(client);
     }

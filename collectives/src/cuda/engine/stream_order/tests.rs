@@ -7,17 +7,17 @@ use std::sync::Mutex;
 use symmpool_allocator::testing::SplitMix64;
 use symmpool_allocator::{Result, Stream};
 
-use super::{Events, Handle, StreamId, StreamOrder};
+use super::{CudaHandle, Events, StreamId, StreamOrder};
 
 type Work = BTreeSet<u32>;
 /// Key of a stream: its handle and the thread that it is of.
-type Key = (u64, u64);
+type StreamKey = (u64, u64);
 
 #[derive(Debug, Default)]
 struct State {
-    behind: BTreeMap<Key, Work>,
+    behind: BTreeMap<StreamKey, Work>,
     events: Vec<(Work, Option<u64>)>,
-    captures: BTreeMap<Key, u64>,
+    captures: BTreeMap<StreamKey, u64>,
     records: usize,
     next: u32,
 }
@@ -26,7 +26,7 @@ struct State {
 #[derive(Debug, Default)]
 struct Model(Mutex<State>);
 
-fn key(stream: Stream) -> Key {
+fn key(stream: Stream) -> StreamKey {
     let id = StreamId::of(stream);
     (id.stream.raw(), id.thread)
 }
@@ -55,13 +55,13 @@ impl Model {
 }
 
 impl Events for Model {
-    fn event(&self) -> Result<Handle> {
+    fn event(&self) -> Result<CudaHandle> {
         let mut state = self.state();
         state.events.push((Work::new(), None));
         Ok(state.events.len() - 1)
     }
 
-    fn record(&self, event: Handle, stream: Stream) -> Result<()> {
+    fn record(&self, event: CudaHandle, stream: Stream) -> Result<()> {
         let mut state = self.state();
         let capture = state.captures.get(&key(stream)).copied();
         let behind = state.behind.get(&key(stream)).cloned().unwrap_or_default();
@@ -70,7 +70,7 @@ impl Events for Model {
         Ok(())
     }
 
-    fn wait(&self, event: Handle, stream: Stream) -> Result<()> {
+    fn wait(&self, event: CudaHandle, stream: Stream) -> Result<()> {
         let mut state = self.state();
         let (work, capture) = state.events[event].clone();
         assert_eq!(
@@ -96,7 +96,7 @@ impl Events for Model {
 }
 
 /// A program of random calls, and what each of them has to come behind.
-struct Program {
+struct RandomCalls {
     model: Model,
     order: StreamOrder,
     concurrent: bool,
@@ -104,7 +104,7 @@ struct Program {
     capture: Option<(u64, BTreeSet<u64>)>,
     captures: u64,
     /// Work that the captured streams came behind before.
-    outside: Vec<(Key, Work)>,
+    outside: Vec<(StreamKey, Work)>,
     /// Work that the next call outside graphs comes behind, and the next one of the capture.
     eager: Work,
     in_graph: Work,
@@ -113,7 +113,7 @@ struct Program {
     late: [Work; 2],
 }
 
-impl Program {
+impl RandomCalls {
     fn new(concurrent: bool) -> Self {
         Self {
             model: Model::default(),
@@ -218,7 +218,7 @@ fn calls_come_behind_what_belongs_to_the_call_before_and_behind_no_wait_that_fol
     let streams = [stream(0), stream(16), stream(32), stream(48)];
     for seed in 0..3000 {
         let mut random = SplitMix64::new(seed);
-        let mut program = Program::new(seed % 2 == 0);
+        let mut program = RandomCalls::new(seed % 2 == 0);
         for _ in 0..60 {
             let stream = streams[(random.next() % 4) as usize];
             match random.next() % 12 {

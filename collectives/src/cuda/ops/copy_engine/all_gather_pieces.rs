@@ -11,7 +11,7 @@ use symmpool_allocator::{Result, Stream};
 
 use super::all_to_all::EqualParts;
 use super::pieces::{emptied, filled, pieces, slot};
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::cuda::all_to_all::row::{Exchange, Use};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::layout::memory_channels::SLOTS;
@@ -41,7 +41,7 @@ impl CudaEngine {
     /// You must keep the promises of [`CudaEngine::all_gather`], for the input and output in `parts`.
     pub(in crate::cuda) unsafe fn gather_in_pieces(
         &mut self,
-        call: Call,
+        call: CallDescription,
         parts: EqualParts,
         stream: Stream,
     ) -> Result<()> {

@@ -22,7 +22,7 @@ use super::pieces::equal_pieces;
 use super::reduce_arrived::{ByteRange, Copied, within};
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 
 /// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`
@@ -43,7 +43,7 @@ impl CudaEngine {
     /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
     pub(in crate::cuda) unsafe fn two_shot_copy(
         &mut self,
-        work: &Work,
+        work: &ReductionCall,
         output_window: bool,
     ) -> Result<()> {
         if self.goes_in_pieces() || !output_window {
@@ -55,7 +55,7 @@ impl CudaEngine {
         }
     }
 
-    fn two_shot_copy_in_rounds(&mut self, work: &Work) -> Result<()> {
+    fn two_shot_copy_in_rounds(&mut self, work: &ReductionCall) -> Result<()> {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         let Some((&last, all_but_last)) = peers.split_last() else {
             return self.handshake_only(work.call, work.stream);
@@ -101,7 +101,7 @@ impl CudaEngine {
 
     /// Copies a range of this rank's results into a peer's output. If the call is in place, the peer no longer
     /// needs what it had there: it was sent before the kernel reduced.
-    fn copy_result(&mut self, work: &Work, peer: u32, range: ByteRange) -> Result<()> {
+    fn copy_result(&mut self, work: &ReductionCall, peer: u32, range: ByteRange) -> Result<()> {
         let (from, bytes) = within(work.share(self.rank(), self.world()), range);
         let to = self.at_peer(work.output, peer) + from;
         self.copy_by_engine(to, work.output + from, bytes, self.copy_stream)

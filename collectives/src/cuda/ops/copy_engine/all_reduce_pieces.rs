@@ -17,10 +17,10 @@
 
 use symmpool_allocator::Result;
 
-use super::pieces::{Reduction, emptied, slot};
+use super::pieces::{PiecewiseReduction, emptied, slot};
 use super::reduce_arrived::within;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::layout::memory_channels::SLOTS;
 use crate::cuda::layout::piece_slots::SLOTS_OF_BOTH;
 
@@ -43,7 +43,10 @@ impl CudaEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
-    pub(in crate::cuda) unsafe fn two_shot_copy_in_pieces(&mut self, work: &Work) -> Result<()> {
+    pub(in crate::cuda) unsafe fn two_shot_copy_in_pieces(
+        &mut self,
+        work: &ReductionCall,
+    ) -> Result<()> {
         let call = self.plan_reduction(work, SLOTS_OF_BOTH, LONGEST)?;
         let others = [self.companion_stream, self.result_stream];
         self.begin_pieces(call.work.call, work.stream, &others)?;
@@ -65,8 +68,8 @@ impl CudaEngine {
     }
 
     /// Copies this rank's results of a piece into all peers' scratch, and takes theirs.
-    fn exchange_results(&mut self, call: &Reduction, nth: usize) -> Result<()> {
-        let Reduction { work, ranges, room, peers, .. } = call;
+    fn exchange_results(&mut self, call: &PiecewiseReduction, nth: usize) -> Result<()> {
+        let PiecewiseReduction { work, ranges, room, peers, .. } = call;
         let (copies, local, range) = (self.result_stream, self.companion_stream, &ranges[nth]);
         // Slots of results come after those of inputs.
         let slot = SLOTS as u64 * room + slot(nth, *room);

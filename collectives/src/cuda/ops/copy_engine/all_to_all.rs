@@ -16,7 +16,7 @@ use symmpool_allocator::{Result, Stream};
 
 use crate::Place;
 use crate::algorithm::COPY;
-use crate::call::{Arguments, Call, StandardCall};
+use crate::call::{Arguments, CallDescription, StandardCall};
 use crate::cuda::all_to_all::copies::COMPANION;
 use crate::cuda::all_to_all::row::{Exchange, Use};
 use crate::cuda::engine::CudaEngine;
@@ -95,7 +95,7 @@ impl CudaEngine {
     /// offset on all ranks.
     pub(in crate::cuda) unsafe fn copy_parts(
         &mut self,
-        call: Call,
+        call: CallDescription,
         parts: EqualParts,
         stream: Stream,
     ) -> Result<()> {

@@ -15,12 +15,12 @@ use std::ops::Range;
 use symmpool_allocator::{Result, Stream};
 
 use super::reduce_arrived::Copied;
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::engine::memory_operations::MemoryOperations;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::{PIECE_CHANNELS, SLOTS};
 use crate::cuda::layout::piece_slots::{SHORTEST, pays_off, room};
@@ -57,9 +57,9 @@ pub(in crate::cuda) fn emptied(nth: usize) -> u32 {
 }
 
 /// A reduction that goes in pieces.
-pub(in crate::cuda) struct Reduction {
+pub(in crate::cuda) struct PiecewiseReduction {
     kernel: LoadedKernel,
-    pub(in crate::cuda) work: Work,
+    pub(in crate::cuda) work: ReductionCall,
     /// The pieces of every share.
     pub(in crate::cuda) ranges: Vec<Range<u64>>,
     /// Bytes of a slot.
@@ -133,7 +133,7 @@ impl CudaEngine {
     /// the other streams that the call uses come behind the handshake, which names a rank that does not come.
     pub(in crate::cuda) fn begin_pieces(
         &mut self,
-        call: Call,
+        call: CallDescription,
         stream: Stream,
         others: &[Stream],
     ) -> Result<()> {
@@ -146,7 +146,7 @@ impl CudaEngine {
     /// Ends a call in pieces: the caller's stream goes on behind all others, of all ranks.
     pub(in crate::cuda) fn end_pieces(
         &mut self,
-        call: Call,
+        call: CallDescription,
         stream: Stream,
         others: &[Stream],
     ) -> Result<()> {
@@ -163,10 +163,10 @@ impl CudaEngine {
     /// Returns what a reduction in pieces needs, with so many slots for each peer.
     pub(in crate::cuda) fn plan_reduction(
         &mut self,
-        work: &Work,
+        work: &ReductionCall,
         slots: usize,
         longest: u64,
-    ) -> Result<Reduction> {
+    ) -> Result<PiecewiseReduction> {
         let spec = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let kernel = self.kernel(spec)?.without_waits().after_copies();
         let room = room(&self.control, self.world(), slots);
@@ -174,13 +174,17 @@ impl CudaEngine {
         // Ranks on which the same algorithm is not in pieces differ in this.
         let call = work.call.peer_blocks(ranges.len() as u32);
         let peers = self.peers_in_rotated_order().collect();
-        let work = Work { call, ..*work };
-        Ok(Reduction { kernel, work, ranges, room, peers })
+        let work = ReductionCall { call, ..*work };
+        Ok(PiecewiseReduction { kernel, work, ranges, room, peers })
     }
 
     /// Sends a piece of this rank's input to all peers, and reduces theirs when they have arrived.
-    pub(in crate::cuda) fn reduce_piece(&mut self, of: &Reduction, nth: usize) -> Result<()> {
-        let Reduction { kernel, work, ranges, room, peers } = of;
+    pub(in crate::cuda) fn reduce_piece(
+        &mut self,
+        of: &PiecewiseReduction,
+        nth: usize,
+    ) -> Result<()> {
+        let PiecewiseReduction { kernel, work, ranges, room, peers } = of;
         let (range, slot) = (&ranges[nth], slot(nth, *room));
         for peer in peers {
             self.copy_input(work, *peer, range.clone(), slot)?;

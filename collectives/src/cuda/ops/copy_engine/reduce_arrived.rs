@@ -8,7 +8,7 @@ use symmpool_allocator::Result;
 
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::THREADS;
 use crate::cuda::layout::params::CallParams;
 
@@ -37,7 +37,7 @@ impl CudaEngine {
     /// this rank's slot there.
     pub(in crate::cuda) fn copy_input(
         &mut self,
-        work: &Work,
+        work: &ReductionCall,
         peer: u32,
         range: ByteRange,
         offset: u64,
@@ -57,7 +57,7 @@ impl CudaEngine {
     pub(in crate::cuda) fn reduce_copied(
         &self,
         kernel: LoadedKernel,
-        work: &Work,
+        work: &ReductionCall,
         range: ByteRange,
         copied: Copied,
     ) -> Result<()> {

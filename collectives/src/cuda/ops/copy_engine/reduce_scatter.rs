@@ -28,7 +28,7 @@ use super::reduce_arrived::Copied;
 use crate::algorithm::COPY;
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::reduction_call::Work;
+use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::SLOTS;
 
@@ -82,7 +82,7 @@ impl CudaEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
-    pub(in crate::cuda) unsafe fn scatter_by_copies(&mut self, work: &Work) -> Result<()> {
+    pub(in crate::cuda) unsafe fn scatter_by_copies(&mut self, work: &ReductionCall) -> Result<()> {
         if self.goes_in_pieces() {
             let from_windows = work.call.has_input_window() && !work.call.is_in_place();
             if from_windows && self.world() == 2 {
@@ -95,7 +95,7 @@ impl CudaEngine {
         }
     }
 
-    fn scatter_behind_barriers(&mut self, work: &Work) -> Result<()> {
+    fn scatter_behind_barriers(&mut self, work: &ReductionCall) -> Result<()> {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         let reduction = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.after_copies();
@@ -130,12 +130,12 @@ impl CudaEngine {
         self.handshake_after_copies(call, kernels)
     }
 
-    fn scatter_from_windows(&mut self, work: &Work) -> Result<()> {
+    fn scatter_from_windows(&mut self, work: &ReductionCall) -> Result<()> {
         let ranges = halved(0..work.bytes, SHORTEST.max(work.bytes / LAST_OF));
         // Ranks on which the same algorithm is not in such pieces differ in this.
         let call = work.call.algorithm(COPY).peer_blocks(ranges.len() as u32);
         tracing::debug!(part = work.bytes, pieces = ranges.len(), from = "windows", %call);
-        let work = &Work { call, ..*work };
+        let work = &ReductionCall { call, ..*work };
         let reduction = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let kernel = self.kernel(reduction)?.without_waits().after_copies();
         let (copies, kernels) = (self.copy_stream, work.stream);
@@ -153,8 +153,8 @@ impl CudaEngine {
         self.handshake_after_copies(call, kernels)
     }
 
-    fn scatter_in_pieces(&mut self, work: &Work) -> Result<()> {
-        let work = &Work { call: work.call.algorithm(COPY), ..*work };
+    fn scatter_in_pieces(&mut self, work: &ReductionCall) -> Result<()> {
+        let work = &ReductionCall { call: work.call.algorithm(COPY), ..*work };
         let call = self.plan_reduction(work, SLOTS, LONGEST)?;
         let others = Vec::from_iter(self.stream_of_waits(call.ranges.len()));
         self.begin_pieces(call.work.call, work.stream, &others)?;

@@ -6,8 +6,8 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use super::{BLOCK_BYTES, Control, GemmLaunch};
-use crate::call::Call;
+use super::{BLOCK_BYTES, GemmLaunch, MatmulControl};
+use crate::call::CallDescription;
 use crate::call::matmul::MAX_PROBLEMS;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
@@ -24,7 +24,7 @@ impl CudaEngine {
     /// meanwhile; `slots` and `control` are windows, at the same place on all ranks.
     pub(crate) unsafe fn matmul_gather(
         &mut self,
-        call: Call,
+        call: CallDescription,
         gather: &MatmulGather<'_>,
         stream: Stream,
     ) -> Result<()> {
@@ -96,7 +96,7 @@ impl CudaEngine {
     /// Copies this rank's rows to all others, the next one first.
     fn send_rows(&mut self, gather: &MatmulGather<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
-        let control = Control { begin: gather.control, world: world.into() };
+        let control = MatmulControl { begin: gather.control, world: world.into() };
         let part = gather.part_bytes() as u64;
         let slot = |of: u32| gather.slots + u64::from(of) * part;
         self.memory_operations.write_and_await_own(None, Some((control.entered(), 1)), copies)?;

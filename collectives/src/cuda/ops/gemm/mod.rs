@@ -28,7 +28,7 @@ use cudarc::driver::sys;
 use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Error, Result, Stream};
 
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::call::matmul::{CLUSTER, MAX_CHUNKS, MAX_PARTIAL_TILES, SUMS_BYTES};
 use crate::cuda::driver::api::cuda;
 use crate::cuda::engine::CudaEngine;
@@ -36,7 +36,7 @@ use crate::cuda::kernel::mode::{KernelMode, MatmulMode};
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, MatmulWork, StreamK, TensorMap};
 use crate::jit::sources::MATMUL_WAIT;
-use crate::jit::{Arch, Kernel};
+use crate::jit::{Arch, KernelSource};
 use crate::{DType, MatrixView, ReduceOp};
 
 /// Threads of a block.
@@ -47,12 +47,12 @@ const WAIT_THREADS: u32 = 32;
 const BLOCK_BYTES: usize = 128;
 
 /// Where words lie in the control memory: `MatmulControl` in `fused/matmul_work.cuh`.
-struct Control {
+struct MatmulControl {
     begin: u64,
     world: u64,
 }
 
-impl Control {
+impl MatmulControl {
     fn sent(&self, rank: u32, chunk: usize) -> u64 {
         let arrived = 8 * self.world * MAX_CHUNKS as u64;
         self.begin + 8 + arrived + 8 * Self::of(rank, chunk)
@@ -74,10 +74,10 @@ impl Control {
 
 /// Facts that decide which kernel makes a product, and how it is launched.
 struct GemmLaunch<'a> {
-    kernel: &'static Kernel<'static>,
+    kernel: &'static KernelSource<'static>,
     dtype: DType,
     mode: MatmulMode,
-    call: &'a Call,
+    call: &'a CallDescription,
     /// Parts that wait for nobody, which a launch can make by itself.
     first_parts: u32,
     /// Memory for the sums of helpers.
@@ -280,13 +280,13 @@ impl CudaEngine {
 mod tests {
     use std::fmt::Write as _;
 
-    use super::Control;
+    use super::MatmulControl;
     use crate::cuda::layout::headers::compile_assertions;
 
     #[test]
     fn kernels_have_the_words_of_control_memory_where_the_host_has_them() {
         for world in [2, 8] {
-            let control = Control { begin: 0, world };
+            let control = MatmulControl { begin: 0, world };
             let mut text = "#include <fused/matmul_work.cuh>\n".to_owned();
             for (word, at) in [
                 ("sent", control.sent(0, 0)),

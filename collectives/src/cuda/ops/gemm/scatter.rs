@@ -6,9 +6,9 @@
 
 use symmpool_allocator::{Result, Stream};
 
-use super::{BLOCK_BYTES, Control, GemmLaunch};
+use super::{BLOCK_BYTES, GemmLaunch, MatmulControl};
 use crate::MatmulScatter;
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::call::matmul::{MAX_PROBLEMS, TILE_BYTES};
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::MatmulMode;
@@ -24,7 +24,7 @@ impl CudaEngine {
     /// meanwhile; `parts` and `control` are windows, at the same place on all ranks.
     pub(crate) unsafe fn matmul_scatter(
         &mut self,
-        call: Call,
+        call: CallDescription,
         scatter: &MatmulScatter<'_>,
         stream: Stream,
     ) -> Result<()> {
@@ -93,7 +93,7 @@ impl CudaEngine {
     /// Copies each chunk to its rank when the kernel has made it.
     fn send_parts(&mut self, scatter: &MatmulScatter<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
-        let control = Control { begin: scatter.control, world: world.into() };
+        let control = MatmulControl { begin: scatter.control, world: world.into() };
         let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles(world));
         let all = part / TILE_BYTES;
         self.memory_operations.write_and_await_own(None, Some((control.entered(), 1)), copies)?;

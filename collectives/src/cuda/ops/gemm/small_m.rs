@@ -5,7 +5,7 @@
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::{BLOCK_BYTES, THREADS};
-use crate::call::Call;
+use crate::call::CallDescription;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::mode::{KernelMode, SmallMMode};
 use crate::cuda::kernel::spec::{KernelSpec, THREADS as REDUCE_THREADS};
@@ -58,7 +58,7 @@ impl CudaEngine {
     /// meanwhile.
     pub(crate) unsafe fn matmul_all_reduce(
         &mut self,
-        call: Call,
+        call: CallDescription,
         gemm: &MatmulAllReduce,
         stream: Stream,
     ) -> Result<()> {

@@ -25,8 +25,8 @@ unsafe impl Sync for Memory {}
 
 impl Memory {
     fn new() -> Arc<Self> {
-        let count = || Line(AtomicU64::new(0));
-        let flags = || [0, 1].map(|_| Line(AtomicU32::new(0)));
+        let count = || PaddedWord(AtomicU64::new(0));
+        let flags = || [0, 1].map(|_| PaddedWord(AtomicU32::new(0)));
         let counts = Counts {
             entries_written: count(),
             entries_read: count(),
@@ -45,7 +45,7 @@ impl Memory {
         })
     }
 
-    fn segment(&self, end: End) -> RingSegment<Loom> {
+    fn segment(&self, end: SegmentEnd) -> RingSegment<Loom> {
         // SAFETY: the memory lives longer than both segments, and its address does not change.
         let rings = NonNull::new(unsafe { (*self.rings.get()).as_mut_ptr() }).unwrap();
         let counts = NonNull::from(&self.counts);
@@ -68,8 +68,8 @@ impl Memory {
     }
 }
 
-fn entry(number: u64, bytes: u64) -> Entry {
-    Entry { kind: Kind::Whole, number, tag: number, payload: 7, bytes }
+fn entry(number: u64, bytes: u64) -> EntryHeader {
+    EntryHeader { kind: EntryKind::Whole, number, tag: number, payload: 7, bytes }
 }
 
 /// A sender writes two entries, for which a receiver sleeps.
@@ -77,7 +77,7 @@ fn entries_arrive() {
     let memory = Memory::new();
     let theirs = Arc::clone(&memory);
     let sender = loom::thread::spawn(move || {
-        let mut segment = theirs.segment(End::Sender);
+        let mut segment = theirs.segment(SegmentEnd::Sender);
         for number in 0..2 {
             theirs.entries[number].set(number as u64 + 5);
             let data = (number as u64 + 5).to_ne_bytes();
@@ -86,7 +86,7 @@ fn entries_arrive() {
             theirs.wake(&segment);
         }
     });
-    let mut segment = memory.segment(End::Receiver);
+    let mut segment = memory.segment(SegmentEnd::Receiver);
     for number in 0..2 {
         let (found, at) = loop {
             if let Some(found) = segment.next().unwrap() {
@@ -112,7 +112,7 @@ fn entries_arrive() {
 fn a_full_ring_goes_on() {
     let memory = Memory::new();
     let (theirs, data) = (Arc::clone(&memory), vec![1_u8; 1 << 16]);
-    let mut segment = theirs.segment(End::Sender);
+    let mut segment = theirs.segment(SegmentEnd::Sender);
     for number in 0..15 {
         // SAFETY: `data` has this length.
         assert!(unsafe { segment.write(entry(number, 1 << 16), data.as_ptr()) });
@@ -125,7 +125,7 @@ fn a_full_ring_goes_on() {
         // It lies where the first one did.
         theirs.entries[0].set(9);
     });
-    let mut segment = memory.segment(End::Receiver);
+    let mut segment = memory.segment(SegmentEnd::Receiver);
     let (found, _) = segment.next().unwrap().unwrap();
     assert_eq!((found.number, memory.entries[0].get()), (0, 0));
     segment.pass(&found);

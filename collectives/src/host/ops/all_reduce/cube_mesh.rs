@@ -30,14 +30,14 @@ const LINE: usize = 64;
 
 /// A range that lies at the same place of every rank: its input, its output, or a piece in scratch.
 #[derive(Clone, Copy)]
-enum Location {
+enum SymmetricRange {
     /// A heap offset.
     Window(u64),
     /// Bytes into the scratch of the call under way.
     Scratch(usize),
 }
 
-impl Location {
+impl SymmetricRange {
     /// The address of byte `at` of the range of `rank`.
     fn of(self, engine: &HostEngine, rank: u32, at: usize) -> *mut u8 {
         match self {
@@ -103,7 +103,7 @@ unsafe fn direct(
     engine.handshake(&work.call)?;
     for start in (0..work.count).step_by(each) {
         let (count, at) = (each.min(work.count - start), (start * size) as u64);
-        let (input, output) = (Location::Window(from + at), Location::Window(to + at));
+        let (input, output) = (SymmetricRange::Window(from + at), SymmetricRange::Window(to + at));
         // SAFETY: all ranks have made this call with these offsets, and leave their windows alone until they
         // have seen this rank's last step. Pieces do not overlap.
         unsafe { reduce(engine, work, groups, (input, output), count, slots)? };
@@ -150,7 +150,7 @@ unsafe fn by_scratch(
             unsafe { copy(from.wrapping_add(at), own, range.len() * size) };
             engine.step()?;
         }
-        let piece = Location::Scratch(offset);
+        let piece = SymmetricRange::Scratch(offset);
         // SAFETY: every rank has copied its input of this piece there, and signalled since. It fills that half
         // again only after all have signalled the next piece's first step.
         unsafe { reduce(engine, work, groups, (piece, piece), range.len(), slots)? };
@@ -177,7 +177,7 @@ unsafe fn reduce(
     engine: &mut HostEngine,
     work: &ResolvedCall,
     groups: PairedGroups,
-    (input, output): (Location, Location),
+    (input, output): (SymmetricRange, SymmetricRange),
     count: usize,
     slots: ForwardSlots,
 ) -> Result<()> {
@@ -229,7 +229,7 @@ unsafe fn reduce(
 unsafe fn collect(
     engine: &HostEngine,
     groups: PairedGroups,
-    output: Location,
+    output: SymmetricRange,
     peer: u32,
     target: *mut u8,
     (count, size): (usize, usize),

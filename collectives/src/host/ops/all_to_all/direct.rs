@@ -1,7 +1,7 @@
 //! Copies straight from the sender's window, or into the receiver's, and this rank's segment for itself, which
 //! stays in its memory.
 
-use super::{AllToAllCall, Route};
+use super::{AllToAllCall, SenderRoute};
 use crate::host::HostEngine;
 use crate::host::kernels::{copy, copy_own, copy_streaming};
 use crate::host::layout::load_balance::LoadBalance;
@@ -23,8 +23,8 @@ pub(super) unsafe fn pull(work: &AllToAllCall, engine: &HostEngine, balance: Opt
     for sender in engine.peers().chain([me]) {
         let source = match work.route_of(engine, sender) {
             _ if sender == me => work.data.from,
-            Route::Direct(offset) => engine.window(sender, offset).cast_const(),
-            Route::Staged(_) => continue,
+            SenderRoute::Direct(offset) => engine.window(sender, offset).cast_const(),
+            SenderRoute::Staged(_) => continue,
         };
         let in_input: usize = (0..me).map(|rank| work.matrix.bytes(engine, sender, rank)).sum();
         let (in_output, fitting) = work.matrix.place(engine, sender, me);

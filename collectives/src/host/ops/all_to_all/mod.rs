@@ -28,7 +28,7 @@ use crate::algorithm::{
 use crate::host::layout::load_balance::LoadBalance;
 
 use super::pieces::Pieces;
-use crate::call::{Arguments, Call, OpType, StandardCall};
+use crate::call::{Arguments, CallDescription, OpType, StandardCall};
 use crate::host::HostEngine;
 use crate::host::layout::place::{Data, InPlace};
 use crate::types::place::Place;
@@ -115,7 +115,7 @@ impl HostEngine {
         };
         let data = self.or_decline(data)?;
         let bytes = |peer: usize| ((send[peer] * size) as u64, (receive[peer] * size) as u64);
-        let call = Call::new(OpType::AllToAllV).elements(dtype, 0);
+        let call = CallDescription::new(OpType::AllToAllV).elements(dtype, 0);
         let work = AllToAllCall::new(self, AUTO, data, TrafficMatrix::Rows, size);
         // SAFETY: the caller promised that input and output are there for these lengths on every rank; `data` has
         // their resolved places.
@@ -130,7 +130,7 @@ impl HostEngine {
     unsafe fn exchange(
         &mut self,
         work: AllToAllCall,
-        call: &Call,
+        call: &CallDescription,
         counts: impl Fn(usize) -> (u64, u64),
     ) -> Result<()> {
         if self.is_rehearsing() {
@@ -159,7 +159,7 @@ struct AllToAllCall {
 }
 
 /// How a sender's data travels.
-enum Route {
+enum SenderRoute {
     /// Receivers read the sender's window at this offset.
     Direct(u64),
     /// It goes through the sender's scratch in these pieces.
@@ -184,7 +184,7 @@ impl AllToAllCall {
     ///
     /// You must keep the promises of [`HostEngine::all_to_all_v`], for the resolved buffers; this rank's row is
     /// published.
-    unsafe fn run(mut self, engine: &mut HostEngine, call: &Call) -> Result<()> {
+    unsafe fn run(mut self, engine: &mut HostEngine, call: &CallDescription) -> Result<()> {
         let offset = |place| match place {
             Place::Window(offset) => offset,
             Place::Unregistered(_) => NO_WINDOW,
@@ -194,7 +194,7 @@ impl AllToAllCall {
         engine.set_next_row(2 * self.world + 1, offset(self.data.output));
         // This rank knows what it sends itself, and reads the other rows after the handshake.
         let own = self.route(self.matrix.next_outgoing(engine), engine, || place);
-        if let Route::Staged(pieces) = &own {
+        if let SenderRoute::Staged(pieces) = &own {
             // SAFETY: the input is readable by contract; scratch is free before the handshake.
             unsafe { by_scratch::fill(&self, engine, pieces, 0, engine.next_scratch(), true) };
         }
@@ -206,14 +206,14 @@ impl AllToAllCall {
         let mut any_direct = false;
         for sender in 0..self.world {
             match self.route_of(engine, sender) {
-                Route::Direct(_) => any_direct = true,
-                Route::Staged(pieces) => rounds = rounds.max(pieces.len()),
+                SenderRoute::Direct(_) => any_direct = true,
+                SenderRoute::Staged(pieces) => rounds = rounds.max(pieces.len()),
             }
         }
         tracing::trace!(rounds, any_direct, "all_to_all");
         for round in 0..rounds {
             if round > 0 {
-                if let Route::Staged(pieces) = &own {
+                if let SenderRoute::Staged(pieces) = &own {
                     let scratch = engine.scratch(self.rank);
                     // SAFETY: this half of scratch held the piece before the last one, and every peer has
                     // signalled the last piece since it read that.
@@ -222,7 +222,7 @@ impl AllToAllCall {
                 engine.step()?;
             }
             for sender in engine.peers() {
-                if let Route::Staged(pieces) = self.route_of(engine, sender) {
+                if let SenderRoute::Staged(pieces) = self.route_of(engine, sender) {
                     // SAFETY: the sender filled this piece before it signalled.
                     unsafe { by_scratch::collect(&self, engine, &pieces, round, sender) };
                 }
@@ -255,7 +255,7 @@ impl AllToAllCall {
             Place::Window(offset) => offset,
             Place::Unregistered(_) => NO_WINDOW,
         });
-        let id = if matches!(route, Route::Direct(_)) { DIRECT } else { SCRATCH };
+        let id = if matches!(route, SenderRoute::Direct(_)) { DIRECT } else { SCRATCH };
         engine.rehearses(StandardCollective::AllToAll, id);
         Ok(())
     }
@@ -269,26 +269,26 @@ impl AllToAllCall {
             |receiver| self.matrix.received(engine, receiver).map(|(_, fitting)| fitting),
             |sender, receiver| {
                 engine.row(receiver, 2 * self.world + 1) != NO_WINDOW
-                    && matches!(self.route_of(engine, sender), Route::Direct(_))
+                    && matches!(self.route_of(engine, sender), SenderRoute::Direct(_))
             },
         );
         balance
     }
 
     /// How a sender's data travels; the same on every rank. To be called after the handshake.
-    fn route_of(&self, engine: &HostEngine, sender: u32) -> Route {
+    fn route_of(&self, engine: &HostEngine, sender: u32) -> SenderRoute {
         let outgoing = self.matrix.outgoing(engine, sender);
         self.route(outgoing, engine, || engine.row(sender, 2 * self.world))
     }
 
     /// How `outgoing` bytes to other ranks travel from an input whose offset `place` gives; it is called only
     /// where that matters.
-    fn route(&self, outgoing: usize, engine: &HostEngine, place: impl Fn() -> u64) -> Route {
+    fn route(&self, outgoing: usize, engine: &HostEngine, place: impl Fn() -> u64) -> SenderRoute {
         let direct =
             self.direct.unwrap_or_else(|| is_direct(outgoing, self.world, engine.scratch_bytes()));
         match if direct { place() } else { NO_WINDOW } {
-            NO_WINDOW => Route::Staged(Pieces::new(outgoing, 1, engine.scratch_bytes())),
-            offset => Route::Direct(offset),
+            NO_WINDOW => SenderRoute::Staged(Pieces::new(outgoing, 1, engine.scratch_bytes())),
+            offset => SenderRoute::Direct(offset),
         }
     }
 }

@@ -8,7 +8,7 @@ use super::AllToAllCall;
 use super::traffic_matrix::{BAD_SPLITS, TrafficMatrix};
 use crate::algorithm::AUTO;
 use crate::call::splits::{SplitRows, SplitsAt};
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::host::HostEngine;
 use crate::host::layout::place::InPlace;
 use crate::types::place::Place;
@@ -49,7 +49,7 @@ impl HostEngine {
         let sound = unsafe { self.publish_splits(splits, length, size) };
         let nonsense = if sound { 0 } else { BAD_SPLITS };
         self.set_next_row(world, (capacity * size) as u64 | nonsense);
-        let call = Call::new(OpType::AllToAllV).elements(dtype, row);
+        let call = CallDescription::new(OpType::AllToAllV).elements(dtype, row);
         let work = AllToAllCall::new(self, AUTO, data, TrafficMatrix::Splits, size);
         // SAFETY: the caller promised that input and output have `length` and `capacity` rows; `data` has their
         // resolved places.

@@ -4,10 +4,10 @@
 
 use symmpool_allocator::Result;
 
-use super::memory::{Region, RoutingHandle, given_weights};
+use super::memory::{RoutingHandle, SymmetricRegion, given_weights};
 use super::{ExpertScratch, HostEngine};
 use crate::call::experts::ExpertCall;
-use crate::call::{Call, OpType};
+use crate::call::{CallDescription, OpType};
 use crate::host::kernels::{ExpertRows, copy};
 use crate::host::layout::numbers::Numbers;
 
@@ -42,11 +42,11 @@ impl HostEngine {
     /// You must keep the promises of [`Self::combine`].
     unsafe fn combine_in(&mut self, call: &ExpertCall, scratch: &mut ExpertScratch) -> Result<()> {
         let (me, world, work) = (self.rank() as usize, self.world(), &call.work);
-        let region = Region::of(call, world);
+        let region = SymmetricRegion::of(call, world);
         // SAFETY: the handle is one of this buffer, which has these parts.
         let handle = unsafe { RoutingHandle::new(work, world) };
         self.begin_with(&handle, work, Some((call.mode.by_expert, work.input_rows)))?;
-        let description = Call::new(OpType::ExpertCombine);
+        let description = CallDescription::new(OpType::ExpertCombine);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
         let received = handle.received(work.capacity);
         let mut weights = handle.weights;
@@ -76,7 +76,12 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::combine`], after the handshake.
-    unsafe fn send_weights(&self, region: &Region, handle: &RoutingHandle, call: &ExpertCall) {
+    unsafe fn send_weights(
+        &self,
+        region: &SymmetricRegion,
+        handle: &RoutingHandle,
+        call: &ExpertCall,
+    ) {
         let (work, world, top_k) = (&call.work, self.world() as usize, call.work.top_k as usize);
         // SAFETY: the caller promised that weights, if there are any, are readable for the tokens.
         let Some(given) = (unsafe { given_weights(work) }) else { return };
@@ -93,7 +98,12 @@ impl HostEngine {
     }
 
     /// Where the rows that rank `from` sends back to rank `to` begin there.
-    fn combined_at(&self, region: &Region, (from, to): (u32, u32), call: &ExpertCall) -> *mut u8 {
+    fn combined_at(
+        &self,
+        region: &SymmetricRegion,
+        (from, to): (u32, u32),
+        call: &ExpertCall,
+    ) -> *mut u8 {
         let world = self.world();
         let distance = (from + world - to) % world;
         let index = (distance as usize - 1) * call.shape.max_tokens;
@@ -105,7 +115,12 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::combine`], after the handshake.
-    unsafe fn send_back(&self, region: &Region, rows: &CombineRows<'_>, sums: &mut ExpertRows<'_>) {
+    unsafe fn send_back(
+        &self,
+        region: &SymmetricRegion,
+        rows: &CombineRows<'_>,
+        sums: &mut ExpertRows<'_>,
+    ) {
         let (call, row_bytes) = (rows.call, rows.call.shape.row_bytes());
         let received = rows.received;
         for peer in self.peers() {
@@ -129,7 +144,7 @@ impl HostEngine {
     /// You must keep the promises of [`Self::combine`], after all rows have come back. `own` has room for a row.
     unsafe fn sum_tokens(
         &self,
-        region: &Region,
+        region: &SymmetricRegion,
         rows: &CombineRows<'_>,
         sums: &mut ExpertRows<'_>,
         own: *mut u8,

@@ -8,13 +8,13 @@ use crate::host::HostEngine;
 use crate::host::layout::numbers::Numbers;
 
 /// The symmetric memory of a buffer.
-pub(super) struct Region {
+pub(super) struct SymmetricRegion {
     pub(super) parts: RegionParts,
     /// Where it begins in every rank's slot.
     offset: u64,
 }
 
-impl Region {
+impl SymmetricRegion {
     pub(super) fn of(call: &ExpertCall, world: u32) -> Self {
         // `ExpertBuffer` declines calls of memory that is in no window.
         let Place::Window(offset) = call.region else { unreachable!("declined before") };
