@@ -11,7 +11,8 @@ import time
 def main():
     from vllm import LLM, SamplingParams
 
-    options = {"prompts": [[5, 6, 7, 8]], "tokens": 16, "rounds": 1, **json.loads(sys.argv[2])}
+    options = {"prompts": [[5, 6, 7, 8]], "tokens": 16, "rounds": 1, "distributed_executor_backend": "mp"}
+    options |= json.loads(sys.argv[2])
     prompts = [{"prompt_token_ids": prompt} for prompt in options.pop("prompts")]
     tokens, rounds = options.pop("tokens"), options.pop("rounds")
     begin = time.monotonic()
@@ -21,7 +22,6 @@ def main():
         dtype="bfloat16",
         max_model_len=512,
         max_num_seqs=8,
-        distributed_executor_backend="mp",
         enable_prefix_caching=False,
         **options,
     )
