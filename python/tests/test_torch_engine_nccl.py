@@ -18,7 +18,7 @@ from symmpool.errors import InvalidArgumentError, UnsupportedError
 class PyNcclCommunicator:
     """Stand-in for the engines' class: a communicator of NCCL, and SGLang's way to turn it on."""
 
-    def __init__(self, group, device, library_path=None, is_symmetric_memory_enabled=False):
+    def __init__(self, group, device, library_path=None, is_symmetric_memory_enabled=False, cta_policy=None):
         self.is_nccls = True
 
     @classmethod
@@ -79,6 +79,9 @@ def sglangs(group, folder):
         made.group_end()
         right.append(into.tolist() == [float((me - 1) % world)] * 3)
     right.append(made.disabled)
+    # NCCL alone has windows, and gathers that its copy engines make.
+    right.append(type(kind(dist.group.WORLD, CPU, None, True)) is PyNcclCommunicator)
+    right.append(type(kind(dist.group.WORLD, CPU, cta_policy=0)) is PyNcclCommunicator)
     # Two of one group are two communicators, which need not be called in one order.
     second = kind(dist.group.WORLD, CPU)
     right.append(second._symmpool.pool is not made._symmpool.pool)

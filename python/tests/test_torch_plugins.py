@@ -195,6 +195,7 @@ class Base:
     def __init__(self, cpu_group, device=None, device_group=None, unique_name="", use_all2all=False):
         self.device_group, self.unique_name, self.made_for = device_group, unique_name, unique_name
         self.rank, self.world_size = dist.get_rank(cpu_group), dist.get_world_size(cpu_group)
+        self.rank_in_group = self.rank
         self.dist_module, self.supports_tensor_dict = dist, unique_name.startswith(("tp", "pp"))
 
     def all_reduce(self, input_):
@@ -218,6 +219,16 @@ def communicators(group, folder):
         every, mine = torch.empty(world * 2, 4), torch.full((2, 4), float(me))
         found.dist_module.all_gather_into_tensor(every, mine, group=group)
         right.append(every[:, 0].tolist() == [float(rank) for rank in range(world) for _ in range(2)])
+        # Calls of experts under data parallelism, in groups that are not tensor-parallel.
+        sizes = [2, 0, 1]
+        one, two = pipeline.all_gatherv([mine[: sizes[me]], mine[: sizes[me], :1].contiguous()], 0, sizes)
+        right.append(one[:, 0].tolist() == [0.0, 0.0, 2.0] == two[:, 0].tolist())
+        right.append(pipeline.all_gatherv(mine)[::2, 0].tolist() == [0.0, 1.0, 2.0])
+        part = pipeline.reduce_scatterv(torch.ones(3, 4) * (me + 1), 0, sizes)
+        right.append(part.tolist() == [[6.0] * 4] * sizes[me])
+        right.append(pipeline.reduce_scatterv(torch.ones(2 * world, 4), 0).tolist() == [[3.0] * 4] * 2)
+        with pytest.raises(NotImplementedError, match="dimension 1"):
+            pipeline.all_gatherv(mine, 1)
         parts = [torch.empty(2, 4) for _ in range(world)] if me == 1 else None
         found.dist_module.gather(mine, parts, dst=1, group=group)
         right.append(parts is None or [part[0, 0].item() for part in parts] == list(range(world)))

@@ -31,6 +31,9 @@ logger = logging.getLogger("symmpool.engines")
 # A message that waits for the end of its batch: whether it is sent, its tensor, the other rank, its stream.
 Message = tuple[bool, "torch.Tensor", int, Any]
 
+# SGLang's arguments behind the group and the device.
+_SGLANGS_OPTIONS = ("library_path", "is_symmetric_memory_enabled", "cta_policy")
+
 # How long a rank waits for the others where a communicator is made.
 _SECONDS = 60.0
 
@@ -171,8 +174,10 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
         _symmpool: EngineCollectives
 
         def __new__(cls, group: Any, device: Any, *arguments: Any, **options: Any) -> Any:
-            windows = symmetric() or options.get("is_symmetric_memory_enabled", False)
-            ours = None if _is_nccls(group, windows) else _made(group, device)
+            given = {**dict(zip(_SGLANGS_OPTIONS, arguments, strict=False)), **options}
+            # NCCL's windows, and its gathers by copy engines.
+            needs_nccl = given.get("is_symmetric_memory_enabled") or given.get("cta_policy") is not None
+            ours = None if needs_nccl or symmetric() or _is_nccls(group) else _made(group, device)
             if ours is None:
                 # An instance of the engine's class, so `__init__` below is not called.
                 return base(group, device, *arguments, **options)
@@ -340,11 +345,11 @@ def _on(stream: Any) -> Any:
     return torch.cuda.stream(stream)
 
 
-def _is_nccls(group: Any, windows: bool) -> bool:
-    """Whether a communicator is NCCL's from the beginning: its windows are wanted, there is one rank, or the
-    group is none of torch's. Other programs, which have no plug-ins, are in such groups."""
+def _is_nccls(group: Any) -> bool:
+    """Whether a communicator is NCCL's from the beginning: there is one rank, or the group is none of
+    torch's. Other programs, which have no plug-ins, are in such groups."""
     dist = process_groups.distributed()
-    if windows or dist is None or not isinstance(group, dist.ProcessGroup):
+    if dist is None or not isinstance(group, dist.ProcessGroup):
         return True
     return dist.get_world_size(group) == 1
 

