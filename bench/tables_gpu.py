@@ -213,7 +213,8 @@ def calls_in_order(places):
         took = {name: found["us"] for name, found in entry["figures"].items()}
         fresh = took.get("fresh")
         row = [entry["operation"], entry["memory"], size(entry["bytes"]), exact(fresh)]
-        row += [ratio(took.get(order), fresh) for order in orders]
+        bases = {name: found.get("base", "fresh") for name, found in entry["figures"].items()}
+        row += [ratio(took.get(order), took.get(bases.get(order, "fresh"))) for order in orders]
         rows.append(
             [*row, *(ratio(took.get(f"NCCL, {order}"), took.get(order)) for order in ("fresh", *orders))]
         )
@@ -227,8 +228,8 @@ def calls_in_order(places):
         *(f"NCCL / {each}" for each in orders),
     ]
     title = (
-        "Calls in the orders of programs (`bench order`): times as long as from a fresh communicator, "
-        "and NCCL's time in the same order beside ours"
+        "Calls in the orders of programs (`bench order`): times as long as from a fresh communicator "
+        "(kernels and 3 that rest: as with kernels alone), and NCCL's time in the same order beside ours"
     )
     return title, place, report, head, rows
 

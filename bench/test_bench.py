@@ -211,8 +211,10 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
     gathers = {**gathers, "figures": figures(**{"ours": 10.0, "ours 44 SMs": 12.5})}
     recorded("collectives_sm_budgets", 2, options={"sm_budgets": [44]}, results=[gathers])
     times = {"fresh": 2.0, "1 rests": 3.0, "NCCL, fresh": 5.0, "NCCL, 1 rests": 6.0}
-    ordered = {"operation": "all_reduce", "memory": "torch", "bytes": 4096, "figures": figures(**times)}
-    recorded("order", 2, contenders=["fresh", "1 rests"], results=[ordered])
+    orders = figures(**times, kernels=4.0, resting=5.0)
+    orders["resting"]["base"] = "kernels"
+    ordered = {"operation": "all_reduce", "memory": "torch", "bytes": 4096, "figures": orders}
+    recorded("order", 2, contenders=["fresh", "1 rests", "kernels", "resting"], results=[ordered])
     products = {"operation": "all_gather", "bytes": 1 << 20}
     products["figures"] = figures(products=90.0, ours=95.0, NCCL=97.5)
     recorded("overlap", 2, contenders=["ours", "ours 2", "NCCL"], results=[products])
@@ -262,7 +264,7 @@ def test_small_tables_are_there_where_they_are_recorded(recorded):
         "| 1 MiB | 8.16 | 9.00 | 0.84 | 1.5 |",
         "| all_gather | 1 MiB | 10.00 | 1.50 | 20.00 | - |",
         "| all_gather | 1 MiB | 10.00 | 1.25 | - | - |",
-        "| all_reduce | torch | 4 KiB | 2.00 | 1.50 | 2.50 | 2.00 |",
+        "| all_reduce | torch | 4 KiB | 2.00 | 1.50 | 2.00 | 1.25 | 2.50 | 2.00 | - | - |",
         "| operation | bytes | memory | products us | symmpool us more | symmpool 2 us more | NCCL us more |",
         "| all_gather | 1 MiB | torch's | 90.00 | 5.00 | - | 7.50 |",
         "| all_gather | 1 MiB | windows | 90.00 | 5.00 | - | 7.50 |",

@@ -43,6 +43,14 @@ def test_tables_have_the_ratio_to_nccl_in_the_same_order():
     assert figures["small first"]["to_fresh"] == 2.0 and figures["NCCL, small first"]["to_fresh"] == 1.0
 
 
+def test_calls_between_kernels_are_compared_with_those_beside_nobody():
+    rounds = {order.FRESH: [10.0], order.KERNELS: [12.0], order.KERNELS_RESTING: [15.0]}
+    found = row(**rounds)
+    assert [order.shown(found, name) for name in rounds] == ["10.00 us", "1.20!", "1.25!"]
+    assert "at most 1.25 " in order.worst([found], [order.KERNELS_RESTING])[0]
+    assert found.to_json()["figures"][order.KERNELS_RESTING]["base"] == order.KERNELS
+
+
 @pytest.mark.parametrize(
     "argument", ["--orders=none", "--memories=", "--operations=broadcast", "--seconds=0"]
 )

@@ -7,6 +7,8 @@ train after they have decoded. Here each order makes its calls anew, with a new 
 Then the call is timed: in a graph, by the device.
 
 A figure is the ratio to the fresh order. It should be 1: no order is to cost more than 3%, or 0.3 us.
+Calls of a communicator that is alone overlap a little where one follows the other. In programs kernels stand
+between them. So there are two orders with a kernel before each call: the second is compared with the first.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from symmpool.bench.order_programs import (
     EXPERTS,
     FRESH,
     HIDDEN,
+    KERNELS,
+    KERNELS_RESTING,
     MAX_CALLS,
     Library,
     Program,
@@ -53,10 +57,14 @@ ORDERS = {
     "3 rest": "three others",
     "7 rest": "seven others",
     "same graph": "each call follows a small one of another communicator in the graph",
+    KERNELS: "each call follows a kernel of the program in the graph, whose time is taken off",
+    KERNELS_RESTING: "the same beside three communicators that rest",
     "eager between": "an eager call between two replays",
     "after tp": "another communicator has decoded with tensor parallelism, this one trained as FSDP2",
     "messages": "the communicator has sent messages (last, as what they leave may stay)",
 }
+#: Orders that are compared with another one than fresh, as they differ from that one alone.
+BASES = {KERNELS_RESTING: KERNELS}
 #: Those that are measured behind all others.
 LAST = ("messages",)
 OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", EXPERTS)
@@ -116,13 +124,16 @@ class Row(table.Row):
 
     def costs(self, name: str) -> bool:
         """Whether an order costs more than the noise."""
-        ratio, own, fresh = self.ratio(name, FRESH), self.microseconds(name), self.microseconds(FRESH)
-        return ratio is not None and ratio > 1 + RATIO and own - fresh > MICROSECONDS
+        base = BASES.get(name, FRESH)
+        ratio, own, other = self.ratio(name, base), self.microseconds(name), self.microseconds(base)
+        return ratio is not None and ratio > 1 + RATIO and own - other > MICROSECONDS
 
     def to_json(self) -> dict[str, Any]:
         def more(name: str) -> dict[str, Any]:
             fresh = nccl(FRESH) if name.startswith("NCCL") else FRESH
             found: dict[str, Any] = {"to_fresh": self.ratio(name, fresh)}
+            if name in BASES:
+                found["base"] = BASES[name]
             if name in self.explained:
                 found["explained"] = self.explained[name]
             return found
@@ -249,8 +260,8 @@ class Bench:
 
 
 def shown(row: Row, order: str) -> str:
-    """A time and its ratio to fresh."""
-    took, ratio = row.microseconds(order), row.ratio(order, FRESH)
+    """A time in microseconds for the fresh order, and otherwise the ratio to that, or to the order's base."""
+    took, ratio = row.microseconds(order), row.ratio(order, BASES.get(order, FRESH))
     if took is None:
         return "-"
     if order == FRESH or ratio is None:
@@ -259,7 +270,7 @@ def shown(row: Row, order: str) -> str:
 
 
 def cells(rows: list[Row], orders: list[str], with_nccl: bool) -> tuple[list[str], list[list[str]]]:
-    """The table's heading and lines: fresh in microseconds, other orders as ratios to it, and behind each
+    """The table's heading and lines: fresh in microseconds, other orders as ratios (`shown`), and behind each
     NCCL's time in the same order divided by ours."""
     heading = ["operation", "memory", "size"]
     for order in orders:
@@ -281,7 +292,7 @@ def worst(rows: list[Row], orders: list[str]) -> list[str]:
     """A line for each order: the largest ratio, where it is, and in how many cells it is above the noise."""
     lines = []
     for order in orders:
-        ratios = [(row.ratio(order, FRESH), row) for row in rows]
+        ratios = [(row.ratio(order, BASES.get(order, FRESH)), row) for row in rows]
         found = [(ratio, row) for ratio, row in ratios if ratio is not None]
         if order == FRESH or not found:
             continue
@@ -328,7 +339,8 @@ def run(options: Any, arguments: list[str]) -> int:
     unwritten = False
     if ranks.rank == 0:
         print(f"calls in the order of programs, {options.dtype}, {session.where(facts)}")
-        print("fresh: microseconds of a call in a graph, slowest rank, median of rounds; others: the ratio,")
+        print("fresh: microseconds of a call in a graph, slowest rank, median of rounds; others: the ratio")
+        print(f"(of {KERNELS_RESTING!r} to {KERNELS!r}),")
         print(f"with ! where that is more than the noise ({RATIO:.0%} and {MICROSECONDS} us)\n")
         print(table.format_table(*cells(rows, orders, bool(groups))))
         print("", *worst(rows, orders), sep="\n")

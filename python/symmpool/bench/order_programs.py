@@ -20,6 +20,10 @@ SMALL = 4 << 10
 MAX_CALLS, GRAPH_BYTES = 20, 128 << 20
 
 FRESH = "fresh"
+#: A kernel of the program stands before each call: alone, and beside communicators that rest.
+KERNELS, KERNELS_RESTING = "kernels between", "kernels, 3 rest"
+#: Elements that such a kernel adds a number to.
+KERNEL_ELEMENTS = 16 << 10
 #: A dispatch and a combine: no collective of its own, so that nothing explains it.
 EXPERTS = "experts"
 #: Elements of a token, how many experts it has, and how many a rank has.
@@ -139,12 +143,14 @@ class Program:
         return Made(replay, calls, explained=explained, kept=[comm])
 
     def make(self, order: str, calls: int) -> Made:
-        resting = {"1 rests": 1, "3 rest": 3, "7 rest": 7}.get(order, 0)
+        resting = {"1 rests": 1, "3 rest": 3, "7 rest": 7, KERNELS_RESTING: 3}.get(order, 0)
         if order in (FRESH, "eager between"):
             comm = self.communicator()
             made = self.timed(comm, calls)
             made.between = self.small_call(comm) if order == "eager between" else None
             return made
+        if order == KERNELS:
+            return self.between_kernels(self.communicator(), calls)
         if order == "all captured":
             return self.timed(self.communicator(), calls, warm=False)
         if order == "small first":
@@ -161,7 +167,8 @@ class Program:
             graphs = [self.captured([self.small_call(other)]) for other in others]
             for graph in graphs:
                 graph()
-            made = self.timed(comm, calls)
+            timed = self.between_kernels if order == KERNELS_RESTING else self.timed
+            made = timed(comm, calls)
             made.kept += [*others, *graphs]
             return made
         if order == "same graph":
@@ -180,6 +187,18 @@ class Program:
             self.ranks.synchronize()
             return self.timed(comm, calls)
         raise ValueError(f"no order is called {order!r}")
+
+    def between_kernels(self, comm: Any, calls: int) -> Made:
+        """The call behind a kernel of the program, as often as there are calls."""
+        data = self.torch.ones(KERNEL_ELEMENTS, device=self.ranks.device)
+
+        def kernel() -> None:
+            data.add_(1)
+
+        made = self.timed(comm, calls, [kernel])
+        made.without = self.captured([kernel], calls)
+        made.kept.append(data)
+        return made
 
     def after_tensor_parallelism(self, calls: int) -> Made:
         """Decoding with sums between layers, eager and in a graph; then FSDP2's steps: gathers ahead on a

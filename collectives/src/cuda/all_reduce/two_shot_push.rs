@@ -17,8 +17,8 @@ use crate::jit::sources::{F32, KernelSource, OTHERS, SOME_DTYPES, SUM, WIDE, WOR
 /// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
 /// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
 const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
-/// Most peer blocks of `two_shot_push`. All get the same length: with 128, which do, 64 and 128 MiB take four H200s 1.0% and
-/// 1.5% less time than with the 131 that fit (`cuda_collectives bench`).
+/// Most peer blocks of `two_shot_push`. All get the same length: with 84, 64 MiB on windows take two H200s 197 us alone and 201
+/// beside a communicator that rests, with 96 they take 196 and 204 us.
 const MAX_PUSH_BLOCKS: u32 = MAX_STAGE_BLOCKS as u32;
 
 /// All-reduce in two shots through scratch and into outputs.

@@ -25,10 +25,11 @@ const CHANNEL_COUNTS: u64 = 4;
 /// Least bytes that a peer block has in a stage of `all_reduce/two_shot_pipeline.cu`: with less, fewer blocks lose less than
 /// flags cost. Not measured yet.
 const MIN_STAGE_BYTES: u64 = 16 << 10;
-/// Most peer blocks of a stage, which `two_shot_push` has too. A wide grid on 132 SMs has as many worker blocks, so each does the
-/// work of one. Measured: a reduce-scatter of 64 MiB on two H200s, beside another communicator, takes 1.04 of its time alone;
-/// with 128 peer blocks it takes 1.11. Alone both take the same time.
-pub(in crate::cuda) const MAX_STAGE_BLOCKS: u64 = 96;
+/// Most peer blocks of a call: a communicator has as many worker blocks on 132 SMs beside messages, which leave two thirds
+/// ([`share_sms`](crate::share_sms)). So a block has one index there, beside other communicators and alone. Measured on two
+/// H200s, a reduce-scatter of 64 MiB on torch's memory, alone, beside a communicator that rests and after messages: 127, 131
+/// and 134 us with 84 peer blocks, 124, 129 and 141 us with 96.
+pub(in crate::cuda) const MAX_STAGE_BLOCKS: u64 = 87;
 
 impl ControlLayout {
     /// For `world` ranks, with parts of these sizes.
