@@ -15,9 +15,16 @@ use crate::jit::KernelSource;
 use crate::jit::sources::{COMBINE, DISPATCH};
 use crate::{DType, ReceivedSizes, ReduceOp};
 
-/// Peer blocks of every call, among which thousands of tokens are divided evenly. Each worker block has one, wherever other
-/// communicators or messages leave so many. On two H200s, a dispatch and a combine of 16 MiB take 94 us alone and 102 beside a
-/// communicator that rests with 128 peer blocks, and 88 and 91 us with 84; of 64 MiB 265 and 295, and 274 and 280 us.
+/// Worker blocks of every call at most. With so many, 128 tokens have a block each.
+const MAX_WORKER_BLOCKS: u32 = 128;
+/// Peer blocks of every call, among which thousands of tokens are divided evenly. Each has a worker block, wherever other
+/// communicators or messages leave so many. Dispatches and combines of 4, 16 and 64 MiB on two H200s, in us:
+///
+/// | peer blocks | alone | beside a communicator that rests | after messages |
+/// | --- | --- | --- | --- |
+/// | 128 | 36.6, 93, 265 | 41.3, 102, 294 | 39.9, 99, 289 |
+/// | 87 | 37.9, 88, 273 | 39.4, 91, 276 | 37.9, 88, 276 |
+/// | 260 | 38.1, 100, 292 | 40.0, 100, 297 | 38.1, 99, 292 |
 const PEER_BLOCKS: u32 = MAX_STAGE_BLOCKS as u32;
 /// The most tokens that a rank dispatches through inboxes: `TILE` in `experts/work.cuh`. More tokens take longer there, as
 /// their receiver copies them, than waiting for peers does.
@@ -181,7 +188,7 @@ impl CudaEngine {
     ) -> Result<()> {
         let (kernel, threads) = (self.kernel(spec)?, spec.threads);
         let room = kernel.resident(threads).min(kernel.budget.most_blocks);
-        let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, PEER_BLOCKS + 1);
+        let blocks = room.min(call.num_sms.unwrap_or(u32::MAX)).clamp(2, MAX_WORKER_BLOCKS + 1);
         let described =
             CallDescription::new(operation).experts(&call.shape, call.mode).output(call.region);
         let params = CallParams::of(&described.peer_blocks(PEER_BLOCKS));
