@@ -3,7 +3,7 @@
     python -m torch.distributed.run --nproc-per-node N python/tests/gpu/ranks_engines.py
 
 Ranks may share a GPU (SYMMPOOL_SHARED_DEVICE=1), but NCCL, whose memory the scopes are about, takes none
-of such: then there is `CustomAllreduce` alone.
+of such: then there are `CustomAllreduce` and what stands in for NCCL alone.
 """
 
 import datetime
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from symmpool.engines import CustomAllreduce, sglang, vllm
+from symmpool.engines.nccl_communicator import derived
 
 SIZES = [1, 1000, 4096, 100_000, 1 << 20]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -69,6 +70,90 @@ def custom_all_reduce(device, rank, world):
     return wrong
 
 
+class Nccl:
+    """Stand-in for the engines' `PyNcclCommunicator`, which needs a GPU for each rank."""
+
+    def __init__(self, group, device):
+        self.is_nccls = True
+
+
+def nccl_communicator(device, rank, world):
+    """Calls that engines make of NCCL, eager, on another stream and in a graph; how many were wrong."""
+    nccl = derived(Nccl, False, lambda: False)(dist.group.WORLD, device)
+    if hasattr(nccl, "is_nccls"):
+        return 1
+    sizes = [1 + 3 * each for each in range(world)]
+    rows, begin = sum(sizes), sum(sizes[:rank])
+    after, before = (rank + 1) % world, (rank - 1) % world
+
+    def calls(x, columns):
+        """The results of all calls on a rank's rows, by name."""
+        found = {"all_reduce": nccl.all_reduce(x)}
+        found["all_gather"] = x.new_empty((world * rows, columns))
+        nccl.all_gather(found["all_gather"], x)
+        found["all_gatherv"] = x.new_empty((rows, columns))
+        nccl.all_gatherv(found["all_gatherv"], x[: sizes[rank]], sizes)
+        found["reduce_scatterv"] = x.new_empty((sizes[rank], columns))
+        nccl.reduce_scatterv(found["reduce_scatterv"], x, sizes)
+        found["reduce"] = torch.zeros_like(x)
+        nccl.reduce(found["reduce"], x, root=world - 1)
+        found["broadcast"] = x.clone()
+        nccl.broadcast(found["broadcast"], 1)
+        found["scatter"] = x.new_empty((sizes[rank], columns))
+        nccl.scatter(found["scatter"], x, sizes, root=0)
+        # All send first, more than there is room for.
+        found["ring"] = torch.empty_like(x)
+        nccl.group_start()
+        nccl.send(x, after)
+        nccl.recv(found["ring"], before)
+        nccl.group_end()
+        return found
+
+    def wanted(x):
+        every = [torch.empty_like(x, device="cpu") for _ in range(world)]
+        dist.all_gather(every, x.cpu())
+        every = [each.to(x.device) for each in every]
+        total, own = sum(every), slice(begin, begin + sizes[rank])
+        return {
+            "all_reduce": total,
+            "all_gather": torch.cat(every),
+            "all_gatherv": torch.cat([each[:size] for each, size in zip(every, sizes, strict=True)]),
+            "reduce_scatterv": total[own],
+            "reduce": total if rank == world - 1 else torch.zeros_like(x),
+            "broadcast": every[1],
+            "scatter": every[0][own],
+            "ring": every[before],
+        }
+
+    def compared(found, right):
+        names = [name for name in right if not torch.equal(found[name], right[name])]
+        if names:
+            print(f"rank {rank}: wrong: {', '.join(names)}", flush=True)
+        return len(names)
+
+    wrong, side = 0, torch.cuda.Stream()
+    for columns in (8, 4096, 1 << 20):
+        x = data(rows * columns, torch.float32, device, columns).reshape(rows, columns)
+        wrong += compared(calls(x, columns), wanted(x))
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found = calls(x, columns)
+        torch.cuda.current_stream().wait_stream(side)
+        wrong += compared(found, wanted(x))
+    source = torch.zeros(rows, 4096, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = calls(source, 4096)
+    for turn in range(5):
+        source.copy_(data(rows * 4096, torch.float32, device, turn).reshape(rows, 4096))
+        graph.replay()
+        wrong += compared(found, wanted(source))
+    torch.cuda.synchronize()
+    del graph
+    nccl.destroy()
+    return wrong
+
+
 def scopes(device, rank, world):
     """Tensors made in both engines' scopes, on ranks whose address spaces differ, reduced by NCCL; how
     many sums were wrong, or tensors at another place."""
@@ -105,6 +190,7 @@ def main():
     rank, world = dist.get_rank(), dist.get_world_size()
     engine_parts.switch_on(os.environ)
     found = {"CustomAllreduce": custom_all_reduce(device, rank, world)}
+    found["PyNcclCommunicator"] = nccl_communicator(device, rank, world)
     if not ranks_start.SHARED:
         found["scopes of vLLM and SGLang, sums by NCCL"] = scopes(device, rank, world)
     everywhere = [None] * world
