@@ -33,7 +33,8 @@ def communicator(group, folder, custom):
     me, world = begin(group, folder)
     parallel_state._ENABLE_CUSTOM_ALL_REDUCE = custom
     cpu_group = dist.new_group(backend="gloo")
-    made = CudaCommunicator(cpu_group, torch.device("cpu"), dist.group.WORLD, "tp:0")
+    ours = dist.new_group(backend="symmpool")
+    made = CudaCommunicator(cpu_group, torch.device("cpu"), ours, "tp:0")
     wrong = []
 
     def check(what, found, expected):
@@ -78,6 +79,16 @@ def communicator(group, folder, custom):
     ]
     made.batch_isend_irecv(ring)
     check("batch_isend_irecv", into, every[me - 1])
+    # Weights of experts that move, as vLLM's balancing of their load has them.
+    from vllm.distributed.eplb.eplb_communicator import PyNcclEplbCommunicator, TorchDistNcclEplbCommunicator
+
+    for eplb in (PyNcclEplbCommunicator(nccl), TorchDistNcclEplbCommunicator(ours)):
+        into = [torch.empty_like(mine), torch.empty(6, 1)]
+        eplb.add_send([mine, mine[:, :1].contiguous()], (me + 1) % world, 0)
+        eplb.add_recv(into, (me - 1) % world, 0)
+        eplb.execute()
+        check(f"{type(eplb).__name__}, first", into[0], every[me - 1])
+        check(f"{type(eplb).__name__}, second", into[1], every[me - 1][:, :1])
     # Parts of a reduce-scatter in vLLM's batch-invariant mode.
     reduced, mine_of_it = torch.full_like(mine, -1), torch.empty(sizes[me], 4)
     nccl.reduce(reduced, mine, root=1)
