@@ -36,7 +36,7 @@ def signatures(package, path):
 
 
 def lacking(package, needed):
-    """What a version lacks of `needed`: by file, functions and the arguments that they must begin with."""
+    """Returns what a version lacks of `needed`: by file, functions and the arguments that they begin with."""
     wrong = []
     for path, functions in needed.items():
         there = signatures(package, path)
