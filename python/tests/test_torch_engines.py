@@ -415,6 +415,8 @@ def custom(group, folder):
     me, world = begin(group, folder)
     serving = CustomAllreduce(dist.group.WORLD, torch.device("cpu"), max_size=4096)
     right = [not serving.disabled, (serving.rank, serving.world_size) == (me, world)]
+    # A rank that compiles its kernels may be late as long as the group's ranks wait.
+    right.append(serving._comm.timeout == 30)
     x = torch.full((100,), me + 1.0, dtype=torch.bfloat16)
     expected = [world * (world + 1) / 2] * 100
     right.append(serving.all_reduce(x).tolist() == expected and x[0].item() == me + 1)

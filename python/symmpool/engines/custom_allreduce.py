@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from symmpool._symmpool import Communicator, Pool
 from symmpool.engines import core
 from symmpool.errors import Error
-from symmpool.groups import agreement, resolution
+from symmpool.groups import agreement, process_groups, resolution
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +27,10 @@ class CustomAllreduce:
     """All-reduce, all-gather and reduce-scatter between the ranks of a process group, out of place.
 
     Construction is collective. If a rank cannot take part, `disabled` is true on every rank and no call is
-    served. `max_size` is the largest input of an all-reduce in bytes; the other limits are those of the other
-    collectives. Calls can be captured from the first on; there are no buffers to be registered, so `capture`
-    has little to do. NVLink multicast is not used."""
+    served. Ranks wait a minute for each other there, and in a call as long as the process group says.
+    `timeout`, in seconds, is for both. `max_size` is the largest input of an all-reduce in bytes; the other
+    limits are those of the other collectives. Calls can be captured from the first on; there are no buffers
+    to be registered, so `capture` has little to do. NVLink multicast is not used."""
 
     # Engines read these: whether sums must not depend on the sizes of inputs, and the state of multicast,
     # which is not used.
@@ -51,7 +52,7 @@ class CustomAllreduce:
         symm_mem_enabled: bool = False,
         *,
         register_graph_buffers: bool = True,
-        timeout: float = 60.0,
+        timeout: float | None = None,
     ):
         self.disabled = self.original_disabled = True
         self.fully_connected = self.full_nvlink = False
@@ -63,18 +64,21 @@ class CustomAllreduce:
         self._comm: Communicator | None = None
         self._IS_CAPTURING = False
         name = f"cuda:{device}" if isinstance(device, int) else str(device)
-        why = None
+        why, seconds = None, 60.0 if timeout is None else timeout
         try:
-            own = resolution.resolve(group, timeout)
+            own = resolution.resolve(group, seconds)
             self.rank, self.world_size = own.rank, own.world
-            pool = Pool(group, name, timeout=timeout)
+            pool = Pool(group, name, timeout=seconds)
             self.device = pool.device
-            self._comm = Communicator(pool, timeout=timeout)
+            self._comm = Communicator(pool, timeout=seconds)
+            if timeout is None:
+                # A rank that compiles its kernels is late for minutes, and NCCL would wait for it.
+                self._comm.timeout = process_groups.timeout_of_torch(group, name.partition(":")[0]) or seconds
         except Error as error:
             why = str(error)
         # If one rank failed at once, the others may have waited for it until the timeout.
         what = "the construction of a CustomAllreduce"
-        refusals = agreement.agree(group, "custom_allreduce", why, 2 * timeout, what)
+        refusals = agreement.agree(group, "custom_allreduce", why, 2 * seconds, what)
         if refusals:
             self._comm = None
             if refusals.get(0) is not None or why is not None:
