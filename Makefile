@@ -236,7 +236,7 @@ emulated-settings: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms epochs,threads
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms explain
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --narrow \
-		--algorithms all_reduce,all_gather_broadcast
+		--algorithms all_reduce,all_gather_broadcast,experts
 	$(EMULATED) EMULATED_PROCESSORS=3 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms matmul_small_m
 	$(EMULATED) EMULATED_PROCESSORS=16 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms mixed

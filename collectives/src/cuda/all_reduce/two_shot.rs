@@ -180,9 +180,9 @@ impl KernelSpec {
             if Self::is_compact(world, reduction.0, lamport, bytes) { 2 } else { 1 };
         // Nearly as many as two blocks have: a thread needs some registers more to ask for a grant, and with more ranks.
         let sharing_threads = match (min_blocks_per_sm, world) {
-            (1, _) => threads,
-            (_, ..=2) => 896,
-            _ => 768,
+            (1, _) => None,
+            (_, ..=2) => Some(896),
+            _ => Some(768),
         };
         let base = if collective.reduces() {
             Self::reduces(&KERNEL, reduction)

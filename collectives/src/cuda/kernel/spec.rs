@@ -38,8 +38,8 @@ pub(in crate::cuda) struct KernelSpec {
     pub(in crate::cuda) min_blocks_per_sm: u32,
     /// Whether blocks ask for a grant, as other communicators of the process may have the SMs.
     pub(in crate::cuda) shares_sms: bool,
-    /// Threads of a block that asks for a grant. It may have an SM of its own.
-    pub(in crate::cuda) sharing_threads: u32,
+    /// Threads of a block that asks for a grant, where it has others than `threads`, as it may have an SM of its own.
+    pub(in crate::cuda) sharing_threads: Option<u32>,
 }
 
 impl KernelSpec {
@@ -55,7 +55,7 @@ impl KernelSpec {
             threads,
             min_blocks_per_sm: 1,
             shares_sms: false,
-            sharing_threads: threads,
+            sharing_threads: None,
         }
     }
 
@@ -65,7 +65,7 @@ impl KernelSpec {
             return self;
         }
         // Where data lies in inboxes follows from `min_blocks_per_sm`, so that is equal in both forms.
-        Self { shares_sms: true, threads: self.sharing_threads, ..self }
+        Self { shares_sms: true, threads: self.sharing_threads.unwrap_or(self.threads), ..self }
     }
 
     /// A handshake alone, which notifies a companion kernel or not.
@@ -103,5 +103,30 @@ impl KernelSpec {
             Direction::Receive => P2pMode::Receive,
         };
         Self { mode: KernelMode::PointToPoint(mode), ..Self::new(&P2P, P2P_THREADS) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::kernel::mode::TwoShotCollective;
+    use crate::jit::sources::DISPATCH;
+
+    /// A kernel is launched with the threads that it is compiled for, in whichever form.
+    #[test]
+    fn forms_that_share_sms_have_the_threads_of_the_others_unless_they_say_so() {
+        let few = KernelSpec { threads: 256, ..KernelSpec::new(&DISPATCH, THREADS) };
+        assert_eq!(few.sharing(true).threads, 256);
+        let sum = (DType::Bf16, ReduceOp::Sum);
+        for (world, threads) in [(2, 896), (4, 768)] {
+            let large = KernelSpec::two_shot(
+                world,
+                sum,
+                TwoShotCollective::AllReduce,
+                true,
+                2 * MANY_BYTES,
+            );
+            assert_eq!((large.threads, large.sharing(true).threads), (THREADS, threads));
+        }
     }
 }
