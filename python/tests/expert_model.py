@@ -50,14 +50,17 @@ class Routing:
             offsets.append(offsets[-1] + -(-len(chosen) // alignment) * alignment)
         return places, offsets
 
-    def combined(self, me, answers, dtype):
-        """The sums of a rank's tokens, where `answers[rank]` comes back for the rows of that rank."""
+    def combined(self, me, answers, dtype, hosts=None):
+        """The sums of a rank's tokens, where `answers[rank]` comes back for the rows of that rank. `hosts` are
+        the ranks of each host: the sum of another host is rounded before hosts are added up, in order."""
         out = torch.zeros((len(self.x[me]), answers[0].shape[1]))
-        for rank, answer in enumerate(answers):
-            _, _, _, offsets, index = self.received(rank)
-            chosen = index[offsets[me] : offsets[me + 1]]
-            rows = answer[offsets[me] : offsets[me + 1]].float()
-            out[chosen] += rows
+        for ranks in hosts or [range(len(answers))]:
+            partial = torch.zeros_like(out)
+            for rank in ranks:
+                _, _, _, offsets, index = self.received(rank)
+                chosen = index[offsets[me] : offsets[me + 1]]
+                partial[chosen] += answers[rank][offsets[me] : offsets[me + 1]].float()
+            out += partial if me in ranks else partial.to(dtype).float()
         return out.to(dtype)
 
     def weighted(self, rank, answer, alignment, dtype, weights=None):

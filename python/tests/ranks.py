@@ -98,6 +98,9 @@ def main(folder, rank):
         sys.path.extend(pickle.load(task))
         module, name, world, arguments = pickle.load(task)
     value, error = None, None
+    if hosts := os.environ.get("SYMMPOOL_TEST_HOSTS"):
+        # A letter for each rank, which names the host that it pretends to be on.
+        os.environ["SYMMPOOL_HOST_ID"] = hosts[rank % len(hosts)]
     try:
         function = getattr(importlib.import_module(module), name)
         group = symmpool.Group(rank, world, f"file://{here}/store", timeout=20)

@@ -55,9 +55,14 @@ def check_received(routing, received, handle, me, how, alignment, known=False):
     assert scales is None or same(received.scales[places[row, k]], scales[row])
 
 
-def routings(group, seeds):
+def routings(group, seeds, ids=None):
+    """Random routings, on one host or on those of `ids`."""
+    if ids is not None:
+        os.environ["SYMMPOOL_HOST_ID"] = ids[group.rank]
+    torch.set_num_threads(1)
     pool = symmpool.Pool(group, "cpu")
     me = pool.rank
+    assert ids is None or len(pool.hosts) == len(set(ids))
     for seed in seeds:
         dtype = [BFLOAT16, BFLOAT16, torch.float32, torch.float16][seed % 4]
         routing, hidden, top_k, most = model.random(seed, pool.world, dtype)
@@ -84,7 +89,7 @@ def routings(group, seeds):
         if layout == "expert":
             of = zip(range(pool.world), answers)
             back = [routing.weighted(rank, each, alignment, dtype, given) for rank, each in of]
-        wanted = routing.combined(me, back, dtype)
+        wanted = routing.combined(me, back, dtype, pool.hosts)
         found = buffer.combine(answers[me], handle, weights=None if given is None else given[me])
         assert same(found, wanted), f"seed {seed}"
         # The rows go the same way once more, with a hook, which has nothing to wait for here.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import symmpool
-from symmpool import backend, experts
+from symmpool import backend
 
 HOST_ID = "SYMMPOOL_HOST_ID"
 #: Ranks by host: in the order of hosts, in turns, uneven ones, one a host.
@@ -231,13 +231,11 @@ def refused(group, ids):
     x = pool.empty(1024, 8)
     pool.commit()
     x.fill_(1)
-    shape = {"hidden": 64, "experts": 4, "top_k": 2, "max_tokens": 16}
     calls = {
         "a norm": lambda: symmpool.fused.all_reduce_rms_norm(
             x, torch.ones_like(x), torch.ones(8), group=pool
         ),
         "a handle": lambda: symmpool.rendezvous(x, group=pool),
-        "experts": lambda: experts.ExpertBuffer(pool, **shape),
     }
     found = {}
     for what, call in calls.items():

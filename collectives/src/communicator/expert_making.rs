@@ -12,6 +12,7 @@ use super::{Communicator, Inner};
 use crate::ExpertShape;
 use crate::call::CallDescription;
 use crate::call::experts::RegionParts;
+use crate::spanning::combine_areas;
 
 /// Alignment of the memory. DLPack consumers may count on 256 bytes.
 const ALIGN: u64 = 512;
@@ -40,7 +41,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         let shape = shape.checked(comm.rank(), comm.world())?;
         Self::check_sms(comm.rank(), num_sms)?;
         let call = CallDescription::expert_buffer(&shape, num_sms.unwrap_or(0), any_layout);
-        let bytes = RegionParts::new(&shape, comm.world()).bytes as usize;
+        let bytes = comm.expert_region_bytes(&shape);
         let block = {
             let mut inner = comm.begin(stream)?;
             comm.await_call(&mut inner, call, stream)?;
@@ -55,11 +56,18 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
 }
 
 impl Communicator {
+    /// Bytes of a buffer's symmetric memory on each rank: more where hosts have different numbers of ranks.
+    pub(super) fn expert_region_bytes(&self, shape: &ExpertShape) -> usize {
+        let hosts = self.pool.hosts();
+        let areas = if hosts.count() > 1 { combine_areas(hosts) } else { 0 };
+        RegionParts::with_areas(shape, self.world(), areas).bytes as usize
+    }
+
     /// Waits on the host until every rank has come to a call without data.
     fn await_call(&self, inner: &mut Inner, call: CallDescription, stream: &Stream) -> Result<()> {
         match &mut inner.engine {
             AnyEngine::Host(host) => host.handshake_only(&call),
-            AnyEngine::Spanning(spanning) => Err(spanning.decline_across("a buffer for experts")),
+            AnyEngine::Spanning(spanning) => spanning.meet_all(call),
             AnyEngine::Cuda(cuda) => self.await_ranks(cuda, call, stream),
         }
     }

@@ -71,7 +71,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         let shape = shape.checked(comm.rank(), comm.world())?;
         // Before memory is allocated: a rank that is refused has allocated as little as one that did not call.
         Self::check_sms(comm.rank(), num_sms)?;
-        let bytes = RegionParts::new(&shape, comm.world()).bytes;
+        let bytes = comm.expert_region_bytes(&shape) as u64;
         let memory = ExpertMemory::new(comm.pool(), CONTROL_LANE, bytes)?;
         let region = memory.block().address();
         // SAFETY: the memory is new, has as many bytes, and is kept by the value.
@@ -178,12 +178,13 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     /// Returns the parts of the buffer's symmetric memory, in bytes.
     pub fn memory(&self) -> [(&'static str, usize); 4] {
         let parts = RegionParts::new(&self.shape, self.comm.world());
+        let end = self.comm.expert_region_bytes(&self.shape) as u64;
         let bytes = |begin: u64, end: u64| (end - begin) as usize;
         [
             ("received_rows", bytes(parts.rows, parts.scales)),
             ("received_scales", bytes(parts.scales, parts.ids)),
             ("routing", bytes(parts.ids, parts.combined)),
-            ("combined_rows", bytes(parts.combined, parts.bytes)),
+            ("combined_rows", bytes(parts.combined, end)),
         ]
     }
 
@@ -375,7 +376,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     ) -> Result<ExpertCall> {
         let described = CallDescription::new(operation).experts(&self.shape, mode);
         self.comm.grow_for_experts(inner, described, stream)?;
-        let bytes = RegionParts::new(&self.shape, self.comm.world()).bytes as usize;
+        let bytes = self.comm.expert_region_bytes(&self.shape);
         let place = self.comm.place_at(inner, self.region as *mut u8, bytes, stream)?;
         match place {
             Place::Window(_) => {

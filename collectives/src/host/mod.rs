@@ -27,6 +27,7 @@ pub(crate) use kernels::{Isa, ReduceFn, select};
 pub(crate) use layout::place::{checked, disjoint};
 pub use mailbox::{Mailbox, PendingMessage};
 pub(crate) use ops::calls::expect_length;
+pub(crate) use ops::experts;
 pub(crate) use ops::one_sided::{HostChannels, HostOneSided};
 pub use subgroup_memory::{Arrivals, GroupKey};
 pub(crate) use wait::cores;

@@ -15,6 +15,7 @@ use crate::call::experts::ExpertCall;
 use crate::call::rehearsal::{Lifts, Rehearsed};
 use crate::call::{Arguments, CallDescription, OpType, StandardCall};
 use crate::engine::{Engine, FailureHandle};
+use crate::host::experts::received_sizes;
 use crate::plan::CheckedPlan;
 use crate::types::timeout::Timeout;
 use crate::{
@@ -202,16 +203,21 @@ impl Engine for SpanningEngine {
         Err(self.decline_across("an all-reduce with a norm"))
     }
 
-    unsafe fn dispatch(&mut self, _: &ExpertCall, _: &Stream) -> Result<()> {
-        Err(self.decline_across("a dispatch to experts"))
+    unsafe fn dispatch(&mut self, call: &ExpertCall, _: &Stream) -> Result<()> {
+        // SAFETY: the caller promised what `dispatch` asks.
+        unsafe { self.dispatch_over_hosts(call) }
     }
 
-    unsafe fn dispatch_exact(&mut self, _: &ExpertCall, _: &Stream) -> Result<ReceivedSizes> {
-        Err(self.decline_across("a dispatch to experts"))
+    unsafe fn dispatch_exact(&mut self, call: &ExpertCall, _: &Stream) -> Result<ReceivedSizes> {
+        // SAFETY: the caller promised what `dispatch` asks.
+        unsafe { self.dispatch_over_hosts(call) }?;
+        // SAFETY: the caller promised the handle, which the dispatch has written.
+        Ok(unsafe { received_sizes(call, self.ranks.hosts.world()) })
     }
 
-    unsafe fn combine(&mut self, _: &ExpertCall, _: &Stream) -> Result<()> {
-        Err(self.decline_across("a combine from experts"))
+    unsafe fn combine(&mut self, call: &ExpertCall, _: &Stream) -> Result<()> {
+        // SAFETY: the caller promised what `combine` asks.
+        unsafe { self.combine_over_hosts(call) }
     }
 
     fn barrier(&mut self, _: &Stream) -> Result<()> {

@@ -26,11 +26,13 @@
 //! | `exchange` | moves and reductions between the ranks of an outer engine |
 //! | `reductions`, `moves`, `splits` | the collectives by other ways |
 //! | `uneven` | reductions of hosts of different numbers of ranks |
+//! | `experts` | dispatch to experts, and combine |
 //! | `interface` | the engine, as communicators use it |
 
 mod agreement;
 mod checks;
 mod exchange;
+mod experts;
 mod host_message;
 mod interface;
 mod leaders;
@@ -45,5 +47,6 @@ mod state;
 mod uneven;
 mod ways;
 
+pub(crate) use experts::combine_areas;
 pub(crate) use staging::STAGING_BYTES;
 pub(crate) use state::{SpanningEngine, not_across};

@@ -38,6 +38,11 @@ impl Staging {
         Self { layout, offset }
     }
 
+    /// Layout of the heap that this host's ranks share.
+    pub(super) fn layout(&self) -> HeapLayout {
+        self.layout
+    }
+
     /// Address in this process of an offset of this rank's slot.
     pub(super) fn address(&self, offset: u64) -> *mut u8 {
         self.layout.address(self.layout.rank, offset) as *mut u8

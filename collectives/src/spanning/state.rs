@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use symmpool_allocator::{Deadline, Error, Group, Hosts, Pool, ProcessId, Result, Stream};
 
+use super::experts::{ExpertTransit, Forwarding, TokenScratch};
 use super::host_message::Agreement;
 use super::phases::{Phase, PhaseClock};
 use super::ranks::{RankTable, Route};
@@ -45,6 +46,10 @@ pub(crate) struct SpanningEngine {
     /// Which way the call takes that is rehearsed.
     pub(super) rehearsed: &'static str,
     pub(super) clock: PhaseClock,
+    /// How tokens go to experts on other hosts, and memory for that.
+    pub(super) forwarding: Forwarding,
+    pub(super) transit: ExpertTransit,
+    pub(super) expert_scratch: TokenScratch,
 }
 
 impl SpanningEngine {
@@ -60,6 +65,7 @@ impl SpanningEngine {
         check(&outers, &ranks)?;
         let hosts = ranks.host_count();
         inner.sleep_soon();
+        let forwarding = Forwarding::new(&ranks, outers.rail.is_some());
         Ok(Self {
             inner,
             outers,
@@ -74,6 +80,9 @@ impl SpanningEngine {
             rehearses: false,
             rehearsed: "",
             clock: PhaseClock::default(),
+            forwarding,
+            transit: ExpertTransit::default(),
+            expert_scratch: TokenScratch::default(),
             ranks,
         })
     }
@@ -94,6 +103,11 @@ impl SpanningEngine {
             // Calls without data have begun no transfer.
             engine.settle()
         })
+    }
+
+    /// Waits until every rank of every host has come to a call without data.
+    pub(crate) fn meet_all(&mut self, call: CallDescription) -> Result<()> {
+        self.call(call, Ok(()), |_, ()| Ok(()))
     }
 
     /// [`Self::call`] that enters the call itself.

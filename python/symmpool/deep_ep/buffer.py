@@ -33,7 +33,7 @@ __all__ = ["Buffer"]
 
 
 class Buffer:
-    """Dispatch to experts and combine within a host, on GPUs, or on the CPU.
+    """Dispatch to experts and combine: on GPUs within a host, on the CPU also over hosts.
 
     `group` is a process group of torch, a `symmpool.Group` or a `symmpool.Pool`. Making a buffer talks to
     nobody and allocates nothing; the sizes and options of DeepEP are kept as attributes. The first call of a
@@ -69,6 +69,7 @@ class Buffer:
         members = found if isinstance(found, Pool) else resolution.resolve(resolution.key_of(found))
         # Groups of engines that are not in torch's list have a store, of which a group is made once.
         self._calls_on = members if isinstance(found, tuple) else found
+        self._members = members
         self.rank, self.group_size = members.rank, members.world
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.num_qps_per_rank = low_latency_mode, num_qps_per_rank
@@ -190,21 +191,25 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Counts, for `topk_idx`, int64 `[tokens, top_k]` with -1 for none: `(num_tokens_per_rank, None,
-        num_tokens_per_expert, is_token_in_rank, event)`, int32 `[ranks]`, int32 `[num_experts]` and bool
-        `[tokens, ranks]`. Talks to nobody."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts, for `topk_idx`, int64 `[tokens, top_k]` with -1 for none: `(num_tokens_per_rank,
+        num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank, event)`, int32 `[ranks]`, int32
+        `[hosts]` or None on one host, int32 `[num_experts]` and bool `[tokens, ranks]`.
+
+        The first one looks up which ranks share a host, on all ranks: `symmpool.Group.hosts`. On a
+        `symmpool.Pool`, and later, it talks to nobody."""
+        hosts = self._hosts()
         checks.check_layout(topk_idx, num_experts, self.group_size)
         checks.check_events(previous_event, async_finish, allocate_on_comm_stream)
         stream = self._parts(topk_idx)[1]
         found, event = stream.run(
-            lambda: normal.layout(topk_idx, num_experts, self.group_size),
+            lambda: normal.layout(topk_idx, num_experts, hosts),
             [topk_idx],
             previous_event,
             async_finish,
         )
-        of_ranks, of_experts, in_rank = found
-        return of_ranks, None, of_experts, in_rank, overlap(event, found)
+        of_ranks, of_hosts, of_experts, in_rank = found
+        return of_ranks, of_hosts, of_experts, in_rank, overlap(event, found)
 
     def dispatch(
         self,
@@ -250,6 +255,7 @@ class Buffer:
                 return received, None, None, None, None, overlap(event, found)
             routing = {
                 "num_tokens_per_rank": num_tokens_per_rank,
+                "num_tokens_per_rdma_rank": num_tokens_per_rdma_rank,
                 "is_token_in_rank": is_token_in_rank,
                 "num_tokens_per_expert": num_tokens_per_expert,
                 "topk_idx": topk_idx,
@@ -275,7 +281,8 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
         """Sends the rows `x` back to the ranks of their tokens, and sums up those of each token in float32,
-        in the order of ranks: `(combined_x, combined_topk_weights, event)`. Rows of `topk_weights` are summed
+        in the order of ranks: `(combined_x, combined_topk_weights, event)`. Over hosts, a host's sum is
+        rounded when it travels, and hosts are added up in their order. Rows of `topk_weights` are summed
         up alike, which takes a small buffer more. Up to two tensors `bias` are added to the sums, which are
         rounded once more then."""
         cores, stream = self._parts(x)
@@ -289,6 +296,10 @@ class Buffer:
             found, event = stream.run(call, inputs, previous_event, async_finish)
         sums, weights = found
         return sums, weights, overlap(event, (*inputs, *found))
+
+    #: DeepEP's calls between hosts: a group's hosts decide what a call does, not its name.
+    internode_dispatch = dispatch
+    internode_combine = combine
 
     # --- low-latency mode
 
@@ -412,6 +423,11 @@ class Buffer:
         self._write_masks()
 
     # --- what these share
+
+    def _hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host."""
+        hosts = self._members.hosts
+        return hosts if isinstance(hosts, tuple) else hosts()
 
     def _parts(self, tensor: Any = None) -> tuple[Cores, CommStream]:
         """Returns the cores and the stream for calls on the device of a tensor, or of tokens with their

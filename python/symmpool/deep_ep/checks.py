@@ -130,6 +130,9 @@ def check_normal(
         raise invalid(
             f"num_tokens_per_expert: of {count} experts, where each of {world} ranks has equally many"
         )
+    of_hosts = routing.get("num_tokens_per_rdma_rank")
+    if of_hosts is not None:
+        matrix("num_tokens_per_rdma_rank", of_hosts, _INT32, (None,), x.device)
     if (ids is None) != (weights is None):
         raise invalid("topk_idx, topk_weights: one of them is missing")
     top_k = 0

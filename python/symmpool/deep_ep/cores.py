@@ -72,6 +72,12 @@ class Cores:
             for name, buffer in self._buffers.items()
         )
 
+    @staticmethod
+    def spans_hosts(buffer: experts.ExpertBuffer) -> bool:
+        """Whether the ranks of a buffer are on several hosts."""
+        pool = buffer._entry.pool()
+        return pool is not None and len(pool.hosts) > 1
+
     def _entry(self) -> CommunicatorEntry:
         """The device's communicator, made if need be, which is collective."""
         entry = cache.look_up(None, self.group, devices.number_of(str(self.device)))

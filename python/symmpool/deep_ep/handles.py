@@ -12,7 +12,7 @@ import torch
 
 from symmpool.experts.received import Handle
 
-__all__ = ["LowLatencyHandle", "NormalHandle"]
+__all__ = ["InternodeHandle", "LowLatencyHandle", "NormalHandle"]
 
 
 class _LazyTuple(tuple):
@@ -122,7 +122,13 @@ class NormalHandle(_LazyTuple):
         cls, owner: Any, kept: Handle, rows: int, top_k: int | None, is_token_in_rank: torch.Tensor | None
     ) -> Any:
         """A handle of a dispatch's `kept` rows; its parts are made when they are looked at."""
+        found = super().__new__(cls, cls._parts(kept, rows, is_token_in_rank), kept.memory.device)
+        found.owner, found.kept, found.rows, found.top_k = owner, kept, rows, top_k
+        return found
 
+
+    @staticmethod
+    def _parts(kept: Handle, rows: int, is_token_in_rank: torch.Tensor | None) -> list[Callable[[], Any]]:
         def matrix() -> torch.Tensor:
             ranks = kept.buffer.world
             found = torch.full((ranks, ranks), -1, dtype=torch.int32, device=kept.memory.device)
@@ -132,10 +138,18 @@ class NormalHandle(_LazyTuple):
         def sources() -> torch.Tensor:
             return kept.source_index[:rows]
 
-        makers = [matrix, _none, _none, sources, lambda: is_token_in_rank, _none]
-        found = super().__new__(cls, makers, kept.memory.device)
-        found.owner, found.kept, found.rows, found.top_k = owner, kept, rows, top_k
-        return found
+        return [matrix, _none, _none, sources, lambda: is_token_in_rank, _none]
+
+
+class InternodeHandle(NormalHandle):
+    """Handle of `Buffer.dispatch` over hosts, as DeepEP's has its ten parts. Two of them are there: the first
+    is `is_token_in_rank`, and the fourth from the end, int32 `[ranks]`, says where the rows of each rank end
+    among those that this one received. The others describe DeepEP's channels, and are None."""
+
+    @staticmethod
+    def _parts(kept: Handle, rows: int, is_token_in_rank: torch.Tensor | None) -> list[Callable[[], Any]]:
+        ends = [lambda: kept.source_offsets[1:]]
+        return [lambda: is_token_in_rank, *[_none] * 5, *ends, *[_none] * 3]
 
 
 class LowLatencyHandle(_LazyTuple):

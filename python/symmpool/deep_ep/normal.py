@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from symmpool.deep_ep import checks
 from symmpool.deep_ep.cores import DTYPES, Cores
-from symmpool.deep_ep.handles import NormalHandle
+from symmpool.deep_ep.handles import InternodeHandle, NormalHandle
 from symmpool.experts.checks import Dispatch
 from symmpool.experts.door import Door
 
@@ -19,10 +19,12 @@ __all__ = ["again", "combine", "dispatch", "layout"]
 Call = Callable[[], Any]
 
 
-def layout(topk_idx: torch.Tensor, num_experts: int, world: int) -> tuple[torch.Tensor, ...]:
-    """`(num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)`. An id that is no expert counts as -1,
-    until a dispatch says so."""
-    device = topk_idx.device
+def layout(
+    topk_idx: torch.Tensor, num_experts: int, hosts: tuple[tuple[int, ...], ...]
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """`(num_tokens_per_rank, num_tokens_per_rdma_rank, num_tokens_per_expert, is_token_in_rank)`, the second
+    one None on one host. An id that is no expert counts as -1, until a dispatch says so."""
+    device, world = topk_idx.device, sum(map(len, hosts))
     # Few operations: each is a kernel to launch. What is nowhere is counted in front of the first expert, or
     # behind the last one.
     of_experts = torch.zeros(num_experts + 2, dtype=torch.int32, device=device)
@@ -31,7 +33,11 @@ def layout(topk_idx: torch.Tensor, num_experts: int, world: int) -> tuple[torch.
     ranks = torch.arange(world, dtype=torch.int64, device=device)
     rank = topk_idx.div(num_experts // world, rounding_mode="floor")
     in_rank = (rank[:, :, None] == ranks).any(1)
-    return in_rank.sum(0, dtype=torch.int32), of_experts[1:-1], in_rank
+    of_hosts = None
+    if len(hosts) > 1:
+        on_host = [in_rank[:, list(there)].any(1).sum(dtype=torch.int32) for there in hosts]
+        of_hosts = torch.stack(on_host)
+    return in_rank.sum(0, dtype=torch.int32), of_hosts, of_experts[1:-1], in_rank
 
 
 def dispatch(
@@ -98,7 +104,8 @@ def dispatch(
             found = _rows(received, rows)
             # Received rows were read: the next call, on whatever stream, comes behind that.
             core.extend_order()
-        handle = NormalHandle(owner, kept, rows, compared["top_k"] or None, routing["is_token_in_rank"])
+        kind = InternodeHandle if cores.spans_hosts(core) else NormalHandle
+        handle = kind(owner, kept, rows, compared["top_k"] or None, routing["is_token_in_rank"])
         return (*found, of_ids, of_weights, kept.memory, lists, handle)
 
     return call

@@ -30,7 +30,13 @@ pub(crate) struct RegionParts {
 
 impl RegionParts {
     pub(crate) fn new(shape: &ExpertShape, world: u32) -> Self {
+        Self::with_areas(shape, world, 0)
+    }
+
+    /// Parts with so many areas for rows that come back, or with one for each peer where that is more.
+    pub(crate) fn with_areas(shape: &ExpertShape, world: u32, areas: usize) -> Self {
         let (ranks, capacity) = (u64::from(world), shape.received(world) as u64);
+        let areas = (areas as u64).max(ranks - 1);
         let (top_k, row) = (u64::from(shape.top_k), shape.row_bytes() as u64);
         let mut parts = BumpLayout(0);
         let rows = parts.take(capacity, row);
@@ -41,7 +47,7 @@ impl RegionParts {
         let places = parts.take(capacity * top_k, 4);
         let chunks = parts.take(ranks * u64::from(MAX_CHUNKS + 1), 4);
         let combine_weights = parts.take(capacity * top_k, 4);
-        let combined = parts.take((ranks - 1) * shape.max_tokens as u64, row);
+        let combined = parts.take(areas * shape.max_tokens as u64, row);
         let bytes = parts.0;
         Self {
             rows,

@@ -70,6 +70,18 @@ impl<'a> ExpertRows<'a> {
         self.rows += 1;
     }
 
+    /// Adds the sum of other rows, which is not rounded, and begins another sum there. Nothing is added where it has no rows.
+    pub(crate) fn add_sum(&mut self, other: &mut ExpertRows<'_>) {
+        if std::mem::take(&mut other.rows) == 0 {
+            return;
+        }
+        if self.rows == 0 {
+            self.sum.fill(0.0);
+        }
+        self.sum.iter_mut().zip(&*other.sum).for_each(|(sum, element)| *sum += *element);
+        self.rows += 1;
+    }
+
     /// Writes the sum of the rows that were added, rounded once, or zeros if there were none; and begins another sum.
     ///
     /// # Safety

@@ -7,14 +7,14 @@ use crate::host::layout::numbers::Numbers;
 
 /// The number of a token and an id of it that is no expert.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::host) struct BadId {
-    pub(in crate::host) token: u32,
-    pub(in crate::host) id: i64,
+pub(crate) struct BadId {
+    pub(crate) token: u32,
+    pub(crate) id: i64,
 }
 
 impl BadId {
     /// The error, which is the same on every rank.
-    pub(in crate::host) fn error(&self, rank: u32, experts: u32) -> Error {
+    pub(crate) fn error(&self, rank: u32, experts: u32) -> Error {
         let Self { token, id } = self;
         Error::invalid_argument(format!(
             "dispatch to experts: token {token} of rank {rank} names expert {id}; there are experts 0 to {}, and -1 \
@@ -27,15 +27,15 @@ impl BadId {
 
 /// The ids of tokens, read once, and the places of their rows among those that this rank sends to each rank.
 #[derive(Debug, Default)]
-pub(in crate::host) struct Routing {
+pub(crate) struct Routing {
     /// The experts of each token; -1 for none.
-    pub(in crate::host) ids: Vec<i32>,
+    pub(crate) ids: Vec<i32>,
     /// For each token and rank the place, or -1.
-    pub(in crate::host) positions: Vec<i32>,
+    pub(crate) positions: Vec<i32>,
     /// How many rows go to each rank.
-    pub(in crate::host) counts: Vec<u32>,
+    pub(crate) counts: Vec<u32>,
     /// The first id that is no expert.
-    pub(in crate::host) bad: Option<BadId>,
+    pub(crate) bad: Option<BadId>,
 }
 
 impl Routing {
@@ -45,7 +45,7 @@ impl Routing {
     ///
     /// They are aligned and readable for the tokens of the call.
     #[allow(unsafe_code)] // reads the ids by address
-    pub(in crate::host) unsafe fn read(&mut self, work: &ExpertsWork, world: u32) {
+    pub(crate) unsafe fn read(&mut self, work: &ExpertsWork, world: u32) {
         let (tokens, top_k) = (work.tokens as usize, work.top_k as usize);
         let local = (work.experts / world) as usize;
         self.ids.clear();

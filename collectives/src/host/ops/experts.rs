@@ -8,16 +8,21 @@
 
 mod combine;
 mod memory;
+mod side;
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::Result;
 
-use self::memory::{RoutingHandle, SymmetricRegion};
-use crate::call::experts::{ExpertCall, ExpertsWork, HandleParts};
+pub(crate) use self::memory::{RoutingHandle, given_weights};
+pub(crate) use self::side::{
+    Announced, RankSide, RoutedToken, SentRow, no_output_room, rows_by_expert,
+};
+use crate::call::experts::{ExpertCall, ExpertsWork};
 use crate::call::{CallDescription, OpType};
 use crate::host::HostEngine;
-use crate::host::kernels::{ExpertRows, copy};
-use crate::host::layout::expert_routing::{BadId, Routing};
+use crate::host::kernels::ExpertRows;
+pub(crate) use crate::host::layout::expert_routing::{BadId, Routing};
 use crate::host::layout::expert_scratch::ExpertScratch;
+pub(crate) use crate::host::layout::numbers::Numbers;
 use crate::{ExpertQuantization, ReceivedSizes};
 
 impl HostEngine {
@@ -47,27 +52,19 @@ impl HostEngine {
         // the region has the buffer's bytes.
         unsafe { self.dispatch(call) }?;
         // SAFETY: the handle is one of this buffer, which has these parts.
-        let handle = unsafe { RoutingHandle::new(&call.work, self.world()) };
-        let number = |found: i32| found.max(0) as usize;
-        let local = call.shape.local_experts(self.world()) as usize;
-        Ok(ReceivedSizes {
-            rows: handle.received(call.work.capacity),
-            rows_by_expert: number(handle.head.get(RoutingHandle::BY_EXPERT)),
-            expert_counts: (0..local).map(|at| number(handle.expert_counts.get(at))).collect(),
-        })
+        Ok(unsafe { received_sizes(call, self.world()) })
     }
 
     /// # Safety
     ///
     /// You must keep the promises of [`Self::dispatch`].
     unsafe fn dispatch_in(&mut self, call: &ExpertCall, scratch: &mut ExpertScratch) -> Result<()> {
-        let (world, work, region) =
-            (self.world(), &call.work, SymmetricRegion::of(call, self.world()));
-        // SAFETY: the handle is one of this buffer, which has these parts.
-        let handle = unsafe { RoutingHandle::new(work, world) };
+        let (rank, world, work) = (self.rank(), self.world(), &call.work);
+        // SAFETY: the caller promised that the handle is one of this buffer and that the region has the buffer's bytes.
+        let side = unsafe { RankSide::new(call, (rank, world), self.layout) };
         // A known routing names rows of peers only, and those by expert are as many as the output has room for or less.
         let known = (work.known != 0).then_some((call.mode.by_expert, u64::MAX));
-        self.begin_with(&handle, work, known)?;
+        self.or_decline(side.refusal(known))?;
         if work.known == 0 {
             // SAFETY: the caller promised that the ids are aligned and readable for the tokens.
             unsafe { scratch.routing.read(work, world) };
@@ -75,18 +72,16 @@ impl HostEngine {
         }
         let description = CallDescription::new(OpType::ExpertDispatch);
         self.handshake(&description.experts(&call.shape, call.mode).output(call.region))?;
-        let routed = if work.known == 0 {
-            handle.head.set(RoutingHandle::LAYOUT, HandleParts::layout_word(call.mode.by_expert));
-            self.keep_routing(&handle, &scratch.routing, work)
-        } else {
-            Ok(())
+        let routed = match work.known {
+            0 => side.keep_routing(&scratch.routing, &HandshakeRows(self)),
+            _ => Ok(()),
         };
         // SAFETY: every rank has made this call, so nobody uses what the last call of the buffer left in the region.
-        unsafe { self.send(&region, &handle, call, scratch) };
+        unsafe { self.send(&side, scratch) };
         self.step()?;
         if work.known == 0 {
             // SAFETY: all rows that this rank receives are there.
-            unsafe { self.keep_received(&region, &handle, work) };
+            unsafe { side.keep_received() };
         }
         if !call.mode.by_expert {
             return routed;
@@ -94,37 +89,19 @@ impl HostEngine {
         let needed = if work.known == 0 {
             // SAFETY: all rows that this rank receives are there, and `keep_received` has counted those of each
             // expert.
-            unsafe { self.place_by_expert(&region, &handle, work) }
+            unsafe { side.place_by_expert() }
         } else {
-            handle.head.get(RoutingHandle::BY_EXPERT) as u64
+            side.handle.head.get(RoutingHandle::BY_EXPERT) as u64
         };
         // SAFETY: all rows that this rank receives are there; the caller promised that the output is writable for its
         // capacity.
-        unsafe { self.expand(&region, &handle, work) };
+        unsafe { side.expand() };
         // Every rank writes how many rows by expert it needs room for, and how much it has: of one expert if each has a
         // part of its own.
         let needed = needed.min(u64::from(u32::MAX));
-        let room = if work.expert_rows == 0 { work.output_capacity } else { work.expert_rows };
-        self.set_row(world + 2, needed << 32 | room);
+        self.set_row(world + 2, needed << 32 | output_room(work));
         self.step()?;
         routed.and_then(|()| self.check_room(work.expert_rows != 0))
-    }
-
-    /// Waits for calls that this rank refused before, and declines this one if it cannot use the handle of an earlier
-    /// dispatch: `again` is how rows lie, and how many rows by expert there may be.
-    fn begin_with(
-        &mut self,
-        handle: &RoutingHandle,
-        work: &ExpertsWork,
-        again: Option<(bool, u64)>,
-    ) -> Result<()> {
-        let ranks = (self.rank() as usize, self.world() as usize);
-        let refusal =
-            again.and_then(|(by_expert, rows)| handle.refusal(work, ranks, by_expert, rows));
-        let found = refusal.map_or(Ok(()), |why| {
-            Err(Error::invalid_argument(format!("experts on rank {}: {why}", self.rank())))
-        });
-        self.or_decline(found)
     }
 
     /// Writes into this rank's row of the next call how many rows go to each rank, how many tokens it has, and the first
@@ -139,296 +116,39 @@ impl HostEngine {
         self.set_next_row(world + 1, id as u64);
     }
 
-    /// Computes from the rows of all ranks where each rank's rows begin, and keeps it in the handle with the places of
-    /// this rank's rows. Rows that have no room at their rank have no place.
-    ///
-    /// Returns the error of the lowest rank with an id that is no expert, else that of the lowest one without room; it
-    /// is the same on every rank.
-    fn keep_routing(
-        &self,
-        handle: &RoutingHandle,
-        routing: &Routing,
-        work: &ExpertsWork,
-    ) -> Result<()> {
-        let (me, world) = (self.rank(), self.world());
-        let mut outcome = Ok(());
-        let mut fail = |error: Error| {
-            if outcome.is_ok() {
-                outcome = Err(error);
-            }
-        };
-        for rank in 0..world {
-            let word = self.row(rank, world);
-            let (tokens, token) = (word as u32, (word >> 32) as u32);
-            handle.source_tokens.set(rank as usize, tokens as i32);
-            if token != u32::MAX {
-                let id = self.row(rank, world + 1) as i64;
-                fail(BadId { token, id }.error(rank, work.experts));
-            }
-        }
-        for to in 0..world {
-            let mut begin = 0;
-            for from in 0..world {
-                let clamped = begin.min(work.capacity) as i32;
-                if to == me {
-                    handle.source_offsets.set(from as usize, clamped);
-                }
-                if from == me {
-                    handle.bases.set(to as usize, clamped);
-                }
-                begin += self.row(from, to);
-            }
-            if to == me {
-                let received = begin.min(work.capacity) as i32;
-                handle.source_offsets.set(world as usize, received);
-                handle.head.set(RoutingHandle::RECEIVED, received);
-            }
-            if begin > work.capacity {
-                fail(no_room(to, begin, work.capacity, "the buffer", "capacity"));
-            }
-        }
-        handle.head.set(RoutingHandle::TOKENS, work.tokens as i32);
-        handle.head.set(RoutingHandle::BY_EXPERT, 0);
-        for (at, position) in routing.positions.iter().enumerate() {
-            let base = handle.bases.get(at % world as usize);
-            let fits = *position >= 0 && ((base + *position) as u64) < work.capacity;
-            handle.positions.set(at, if fits { *position } else { -1 });
-        }
-        outcome
-    }
-
     /// Writes this rank's rows, and what belongs to them, into the memory of the ranks they go to.
     ///
     /// # Safety
     ///
     /// You must keep the promises of [`Self::dispatch`], after the handshake.
-    unsafe fn send(
-        &self,
-        region: &SymmetricRegion,
-        handle: &RoutingHandle,
-        call: &ExpertCall,
-        scratch: &mut ExpertScratch,
-    ) {
-        let work = &call.work;
-        let world = self.world() as usize;
+    unsafe fn send(&self, side: &RankSide<'_>, scratch: &mut ExpertScratch) {
+        let (call, work, world) = (side.call, &side.call.work, self.world() as usize);
         let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);
-        let quantization = [
-            ExpertQuantization::None,
-            ExpertQuantization::Fp8,
-            ExpertQuantization::Fp8PowerOfTwo,
-            ExpertQuantization::Fp8Ue8m0,
-        ]
-        .into_iter()
-        .find(|how| *how as u32 == work.quantize)
-        .unwrap_or_default();
+        let quantization = side.quantization();
         let ExpertScratch { routing, row, sum, bytes, scales, .. } = scratch;
         let mut rows = ExpertRows::new(call.shape.dtype, call.shape.hidden, (row, sum));
         let input_row = call.shape.row_bytes();
         for token in 0..work.tokens as usize {
-            let (mut from, mut from_scales) = (
-                (work.input as *const u8).wrapping_add(token * row_bytes),
-                (work.input_scales as *const u8).wrapping_add(token * scale_bytes),
-            );
+            let mut sent = SentRow {
+                row: (work.input as *const u8).wrapping_add(token * row_bytes),
+                scales: (work.input_scales as *const u8).wrapping_add(token * scale_bytes),
+            };
             let mut pending = quantization != ExpertQuantization::None;
+            // SAFETY: the caller promised that weights, if there are any, are readable for the tokens.
+            let routed = (work.known == 0).then(|| unsafe { side.routed(token, &routing.ids) });
             for rank in 0..world {
-                let position = handle.positions.get(token * world + rank);
-                let Some(at) = handle.row_at(rank, position, work.capacity) else { continue };
+                let position = side.handle.positions.get(token * world + rank);
+                let Some(at) = side.handle.row_at(rank, position, work.capacity) else { continue };
                 if std::mem::take(&mut pending) {
                     let input = (work.input as *const u8).wrapping_add(token * input_row);
                     // SAFETY: the caller promised that the input is readable and aligned for all tokens; the vectors
                     // grow as needed.
                     unsafe { rows.quantize(input, quantization, bytes, scales) };
-                    (from, from_scales) = (bytes.as_ptr(), scales.as_ptr());
+                    sent = SentRow { row: bytes.as_ptr(), scales: scales.as_ptr() };
                 }
-                let to = |part, size: usize| region.at(self, rank as u32, part, at, size);
-                // SAFETY: the row and its scales are readable; `at` is within the capacity, and nobody else writes that
-                // row.
-                unsafe { copy(from, to(region.parts.rows, row_bytes), row_bytes) };
-                // SAFETY: the scales of the row are readable; `at` is within the capacity, and nobody else writes
-                // that row.
-                unsafe { copy(from_scales, to(region.parts.scales, scale_bytes), scale_bytes) };
-                if work.known == 0 {
-                    // SAFETY: the handshake is over, and the row at `at` is this rank's to write.
-                    unsafe { self.send_ids(region, (rank, at), (token, routing), work) };
-                }
-            }
-        }
-    }
-
-    /// Writes the experts of a row on its rank, their weights, and the number of its token.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`Self::send`].
-    unsafe fn send_ids(
-        &self,
-        region: &SymmetricRegion,
-        (rank, at): (usize, usize),
-        (token, routing): (usize, &Routing),
-        work: &ExpertsWork,
-    ) {
-        let top_k = work.top_k as usize;
-        let local = (work.experts / self.world()) as i32;
-        // SAFETY: every rank is in this call, and `at` is a row of this rank's within the capacity, so the part has
-        // `top_k` numbers there.
-        let ids = unsafe { region.numbers::<i32>(self, rank, region.parts.ids, at, top_k) };
-        // SAFETY: every rank is in this call, and `at` is a row of this rank's within the capacity, so the part has
-        // `top_k` numbers there.
-        let weights = unsafe { region.numbers::<f32>(self, rank, region.parts.weights, at, top_k) };
-        // SAFETY: every rank is in this call, and `at` is a row of this rank's within the capacity, so the part has a
-        // number there.
-        let number = unsafe { region.numbers::<i32>(self, rank, region.parts.tokens, at, 1) };
-        // SAFETY: the caller promised that weights, if there are any, are readable for the tokens.
-        let given = unsafe { memory::given_weights(work) };
-        for k in 0..top_k {
-            let id = routing.ids[token * top_k + k];
-            let here = id >= 0 && id / local == rank as i32;
-            ids.set(k, if here { id % local } else { -1 });
-            weights.set(k, given.map_or(1.0, |given| given.get(token * top_k + k)));
-        }
-        number.set(0, token as i32);
-    }
-
-    /// Keeps in the handle which tokens the received rows are, and counts the rows of each expert. The rows have no places
-    /// by expert yet.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`Self::dispatch`], after all rows have arrived.
-    unsafe fn keep_received(
-        &self,
-        region: &SymmetricRegion,
-        handle: &RoutingHandle,
-        work: &ExpertsWork,
-    ) {
-        let (me, received) = (self.rank() as usize, handle.received(work.capacity));
-        // SAFETY: the part has room for the capacity.
-        let numbers = unsafe { region.numbers::<i32>(self, me, region.parts.tokens, 0, received) };
-        for row in 0..received {
-            handle.tokens.set(row, numbers.get(row));
-        }
-        handle.expert_counts.fill(0);
-        for at in 0..received * work.top_k as usize {
-            // SAFETY: `at` is an id of one of the `received` rows.
-            if let Some(expert) = unsafe { self.expert_at(region, at, work) } {
-                handle.expert_counts.set(expert, handle.expert_counts.get(expert) + 1);
-            }
-            handle.places.set(at, -1);
-        }
-    }
-
-    /// Which expert of this rank an id of the received rows is.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`Self::keep_received`]; the id is that of a received row.
-    unsafe fn expert_at(
-        &self,
-        region: &SymmetricRegion,
-        at: usize,
-        work: &ExpertsWork,
-    ) -> Option<usize> {
-        let (me, local) = (self.rank() as usize, (work.experts / self.world()) as usize);
-        // SAFETY: the caller promised that the id is that of a received row, so it lies within the part, and its row
-        // has arrived.
-        let id = unsafe { region.numbers::<i32>(self, me, region.parts.ids, at, 1) }.get(0);
-        usize::try_from(id).ok().filter(|expert| *expert < local)
-    }
-
-    /// Gives each received row a place for each of its experts on this rank: by expert, and there in the order of received
-    /// rows, as far as the output has room. Returns for how many rows there should be room, padding included; if each
-    /// expert has a part of its own, the most rows of one of them.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`Self::keep_received`], which has counted the rows of each expert.
-    unsafe fn place_by_expert(
-        &self,
-        region: &SymmetricRegion,
-        handle: &RoutingHandle,
-        work: &ExpertsWork,
-    ) -> u64 {
-        let (me, received) = (self.rank() as usize, handle.received(work.capacity));
-        let local = (work.experts / self.world()) as usize;
-        let count = received * work.top_k as usize;
-        // SAFETY: the part has room for the capacity.
-        let weights = unsafe { region.numbers::<f32>(self, me, region.parts.weights, 0, count) };
-        // Where the next row of an expert goes is in the place of its count, which is made of it again in the end.
-        let mut begin = 0_u64;
-        let clamped = |row: u64| row.min(work.output_capacity) as i32;
-        let mut most = 0_u64;
-        for expert in 0..local {
-            let rows = handle.expert_counts.get(expert).max(0) as u64;
-            most = most.max(rows);
-            handle.expert_offsets.set(expert, clamped(begin));
-            handle.expert_counts.set(expert, clamped(begin));
-            begin += match work.expert_rows {
-                0 => rows.next_multiple_of(u64::from(work.alignment)),
-                of_each => of_each,
-            };
-        }
-        handle.expert_offsets.set(local, clamped(begin));
-        handle.head.set(RoutingHandle::BY_EXPERT, clamped(begin));
-        for at in 0..count {
-            handle.weights.set(at, weights.get(at));
-            // SAFETY: the id is that of a received row.
-            let Some(expert) = (unsafe { self.expert_at(region, at, work) }) else { continue };
-            let place = handle.expert_counts.get(expert).max(0);
-            let end = match work.expert_rows {
-                0 => work.output_capacity,
-                of_each => of_each * (expert as u64 + 1),
-            };
-            if (place as u64) < end {
-                handle.expert_counts.set(expert, place + 1);
-                handle.places.set(at, place);
-            }
-        }
-        for expert in 0..local {
-            let rows =
-                handle.expert_counts.get(expert).wrapping_sub(handle.expert_offsets.get(expert));
-            handle.expert_counts.set(expert, rows);
-        }
-        if work.expert_rows == 0 { begin } else { most }
-    }
-
-    /// Copies received rows to their places by expert, as far as the output has room.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`Self::dispatch`], after all rows have arrived.
-    unsafe fn expand(&self, region: &SymmetricRegion, handle: &RoutingHandle, work: &ExpertsWork) {
-        let (me, received) = (self.rank(), handle.received(work.capacity));
-        let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);
-        for at in 0..received * work.top_k as usize {
-            let Ok(place) = usize::try_from(handle.places.get(at)) else { continue };
-            if place as u64 >= work.output_capacity {
-                continue;
-            }
-            let row = at / work.top_k as usize;
-            let copy_part = |part, output: u64, bytes: usize| {
-                let from = region.at(self, me, part, row, bytes);
-                let to = (output as *mut u8).wrapping_add(place * bytes);
-                // SAFETY: the row is within the capacity, and the place within that of the output.
-                unsafe { copy(from, to, bytes) };
-            };
-            copy_part(region.parts.rows, work.output, row_bytes);
-            if work.output_scales == 0 {
-                continue;
-            }
-            let Ok(rows @ 1..) = usize::try_from(work.expert_rows) else {
-                copy_part(region.parts.scales, work.output_scales, scale_bytes);
-                continue;
-            };
-            // The scales of each expert's part are column-major.
-            let unit = if scale_bytes.is_multiple_of(4) { 4 } else { 1 };
-            let units = scale_bytes / unit;
-            let from = region.at(self, me, region.parts.scales, row, scale_bytes);
-            for of in 0..units {
-                let at = (place / rows * units + of) * rows + place % rows;
-                let to = (work.output_scales as *mut u8).wrapping_add(at * unit);
-                // SAFETY: the row is within the capacity, and the place within that of the output, whose scales lie
-                // column by column.
-                unsafe { copy(from.wrapping_add(of * unit), to, unit) };
+                let to = (rank as u32, rank as u32);
+                // SAFETY: the handshake is over; the row and its scales are readable, and row `at` is this rank's to write.
+                unsafe { side.write_row(to, at, sent, routed.as_ref()) };
             }
         }
     }
@@ -439,22 +159,50 @@ impl HostEngine {
             let word = self.row(rank, self.world() + 2);
             let (needed, room) = (word >> 32, word & 0xffff_ffff);
             if needed > room {
-                let what = match packed {
-                    false => "its output by expert",
-                    true => "an expert's part of its output",
-                };
-                return Err(no_room(rank, needed, room, what, "room"));
+                return Err(no_output_room(rank, needed, room, packed));
             }
         }
         Ok(())
     }
 }
 
-fn no_room(rank: u32, needed: u64, room: u64, what: &str, more: &str) -> Error {
-    Error::overflow(format!(
-        "dispatch to experts: rank {rank} was sent {needed} rows, and {what} has room for {room}. The last {} were not \
-         written and do not come back, and the communicator stays usable. Make it with more {more}, or send less",
-        needed - room
-    ))
-    .naming([rank])
+/// Rows by expert that a call's output has room for; of one expert if each has a part of its own.
+pub(crate) fn output_room(work: &ExpertsWork) -> u64 {
+    if work.expert_rows == 0 { work.output_capacity } else { work.expert_rows }
+}
+
+/// Counts that ranks have announced in the handshake.
+struct HandshakeRows<'a>(&'a HostEngine);
+
+impl Announced for HandshakeRows<'_> {
+    fn tokens(&self, rank: u32) -> u32 {
+        self.0.row(rank, self.0.world()) as u32
+    }
+
+    fn bad_id(&self, rank: u32) -> Option<BadId> {
+        let token = (self.0.row(rank, self.0.world()) >> 32) as u32;
+        let id = self.0.row(rank, self.0.world() + 1) as i64;
+        (token != u32::MAX).then_some(BadId { token, id })
+    }
+
+    fn rows(&self, from: u32, to: u32) -> u64 {
+        self.0.row(from, to)
+    }
+}
+
+/// How many rows arrived in a dispatch.
+///
+/// # Safety
+///
+/// The handle is readable, and the dispatch has written it.
+pub(crate) unsafe fn received_sizes(call: &ExpertCall, world: u32) -> ReceivedSizes {
+    // SAFETY: the caller promised that the handle is readable; it is one of this buffer, which has these parts.
+    let handle = unsafe { RoutingHandle::new(&call.work, world) };
+    let number = |found: i32| found.max(0) as usize;
+    let local = call.shape.local_experts(world) as usize;
+    ReceivedSizes {
+        rows: handle.received(call.work.capacity),
+        rows_by_expert: number(handle.head.get(RoutingHandle::BY_EXPERT)),
+        expert_counts: (0..local).map(|at| number(handle.expert_counts.get(at))).collect(),
+    }
 }

@@ -18,7 +18,7 @@ mod all_to_all;
 mod barrier;
 mod broadcast;
 pub(in crate::host) mod calls;
-mod experts;
+pub(crate) mod experts;
 mod norm;
 pub(in crate::host) mod one_sided;
 mod p2p;

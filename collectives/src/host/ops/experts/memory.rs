@@ -2,51 +2,47 @@
 
 #![allow(unsafe_code)] // arrays by address
 
+use symmpool_allocator::HeapLayout;
+
 use crate::Place;
 use crate::call::experts::{ExpertCall, ExpertsWork, HandleParts, RegionParts};
-use crate::host::HostEngine;
 use crate::host::layout::numbers::Numbers;
 
-/// The symmetric memory of a buffer.
-pub(super) struct SymmetricRegion {
-    pub(super) parts: RegionParts,
+/// The symmetric memory of a buffer, in the slots of the ranks of one host.
+pub(crate) struct SymmetricRegion {
+    pub(crate) parts: RegionParts,
     /// Where it begins in every rank's slot.
     offset: u64,
+    layout: HeapLayout,
 }
 
 impl SymmetricRegion {
-    pub(super) fn of(call: &ExpertCall, world: u32) -> Self {
+    /// The memory of a buffer of a group of `world` ranks.
+    pub(crate) fn of(call: &ExpertCall, world: u32, layout: HeapLayout) -> Self {
         // `ExpertBuffer` declines calls of memory that is in no window.
         let Place::Window(offset) = call.region else { unreachable!("declined before") };
-        Self { parts: RegionParts::new(&call.shape, world), offset }
+        Self { parts: RegionParts::new(&call.shape, world), offset, layout }
     }
 
-    /// The address of item `index` of a part, whose items have `size` bytes, on a rank.
-    pub(super) fn at(
-        &self,
-        engine: &HostEngine,
-        rank: u32,
-        part: u64,
-        index: usize,
-        size: usize,
-    ) -> *mut u8 {
-        engine.window(rank, self.offset + part + (index * size) as u64)
+    /// The address of item `index` of a part, whose items have `size` bytes, in a slot.
+    pub(crate) fn at(&self, slot: u32, part: u64, index: usize, size: usize) -> *mut u8 {
+        let offset = self.offset + part + (index * size) as u64;
+        (self.layout.base + u64::from(slot) * self.layout.stride + offset) as *mut u8
     }
 
-    /// `count` numbers of a part on a rank, the `index`-th of such arrays.
+    /// `count` numbers of a part in a slot, the `index`-th of such arrays.
     ///
     /// # Safety
     ///
     /// They lie within the part, and are readable, and writable where they are set, while the value is used.
-    pub(super) unsafe fn numbers<T: Copy>(
+    pub(crate) unsafe fn numbers<T: Copy>(
         &self,
-        engine: &HostEngine,
-        rank: usize,
+        slot: u32,
         part: u64,
         index: usize,
         count: usize,
     ) -> Numbers<T> {
-        let at = self.at(engine, rank as u32, part, index, count * size_of::<T>());
+        let at = self.at(slot, part, index, count * size_of::<T>());
         // SAFETY: the caller promised that the numbers lie within the part and are there while the value is used.
         // Parts, and the arrays in front within one, are multiples of the size of a number, so they are aligned.
         unsafe { Numbers::new(at as u64, count) }
@@ -58,37 +54,37 @@ impl SymmetricRegion {
 /// # Safety
 ///
 /// They are readable, `[tokens, top_k]`.
-pub(super) unsafe fn given_weights(work: &ExpertsWork) -> Option<Numbers<f32>> {
+pub(crate) unsafe fn given_weights(work: &ExpertsWork) -> Option<Numbers<f32>> {
     let count = work.tokens as usize * work.top_k as usize;
     // SAFETY: the caller promised that weights, if there are any, are readable for the tokens.
     (work.weights != 0).then(|| unsafe { Numbers::new(work.weights, count) })
 }
 
 /// The parts of a handle.
-pub(super) struct RoutingHandle {
-    pub(super) head: Numbers<i32>,
-    pub(super) source_offsets: Numbers<i32>,
-    pub(super) bases: Numbers<i32>,
-    pub(super) source_tokens: Numbers<i32>,
-    pub(super) expert_counts: Numbers<i32>,
-    pub(super) expert_offsets: Numbers<i32>,
-    pub(super) positions: Numbers<i32>,
-    pub(super) places: Numbers<i32>,
-    pub(super) weights: Numbers<f32>,
-    pub(super) tokens: Numbers<i32>,
+pub(crate) struct RoutingHandle {
+    pub(crate) head: Numbers<i32>,
+    pub(crate) source_offsets: Numbers<i32>,
+    pub(crate) bases: Numbers<i32>,
+    pub(crate) source_tokens: Numbers<i32>,
+    pub(crate) expert_counts: Numbers<i32>,
+    pub(crate) expert_offsets: Numbers<i32>,
+    pub(crate) positions: Numbers<i32>,
+    pub(crate) places: Numbers<i32>,
+    pub(crate) weights: Numbers<f32>,
+    pub(crate) tokens: Numbers<i32>,
 }
 
 impl RoutingHandle {
     /// Where the numbers of the head are: rows received, tokens, rows by expert, how rows lie.
-    pub(super) const RECEIVED: usize = 0;
-    pub(super) const TOKENS: usize = 1;
-    pub(super) const BY_EXPERT: usize = 2;
-    pub(super) const LAYOUT: usize = 3;
+    pub(crate) const RECEIVED: usize = 0;
+    pub(crate) const TOKENS: usize = 1;
+    pub(crate) const BY_EXPERT: usize = 2;
+    pub(crate) const LAYOUT: usize = 3;
 
     /// # Safety
     ///
     /// While the value is used, the parts of the handle are readable and writable.
-    pub(super) unsafe fn new(work: &ExpertsWork, world: u32) -> Self {
+    pub(crate) unsafe fn new(work: &ExpertsWork, world: u32) -> Self {
         let (ranks, local) = (world as usize, (work.experts / world) as usize);
         let (capacity, top_k) = (work.capacity as usize, work.top_k as usize);
         // SAFETY: the caller promised that the parts of the handle are readable and writable; these are the lengths
@@ -111,7 +107,7 @@ impl RoutingHandle {
     }
 
     /// How many rows were received.
-    pub(super) fn received(&self, capacity: u64) -> usize {
+    pub(crate) fn received(&self, capacity: u64) -> usize {
         (self.head.get(Self::RECEIVED).max(0) as usize).min(capacity as usize)
     }
 
@@ -119,7 +115,7 @@ impl RoutingHandle {
     ///
     /// A handle is the caller's memory, which a program may write to. Calls that pass this check read it again, and
     /// check what is an index once more.
-    pub(super) fn refusal(
+    pub(crate) fn refusal(
         &self,
         work: &ExpertsWork,
         (me, world): (usize, usize),
@@ -187,7 +183,7 @@ impl RoutingHandle {
     }
 
     /// The row, among those that a rank receives, of the one at `position` among those that this rank sends there.
-    pub(super) fn row_at(&self, rank: usize, position: i32, capacity: u64) -> Option<usize> {
+    pub(crate) fn row_at(&self, rank: usize, position: i32, capacity: u64) -> Option<usize> {
         let position = usize::try_from(position).ok()?;
         let base = usize::try_from(self.bases.get(rank)).ok()?;
         base.checked_add(position).filter(|at| (*at as u64) < capacity)

@@ -1,0 +1,212 @@
+//! Table that ranks fill with the agreement on a call of experts: how many rows go where, and what is wrong.
+
+#![allow(unsafe_code)] // hands its rows to a collective by address
+
+use symmpool_allocator::{Error, Result};
+
+use crate::algorithm::StandardCollective;
+use crate::call::experts::ExpertCall;
+use crate::call::{Arguments, CallDescription};
+use crate::host::experts::{
+    Announced, BadId, Routing, no_output_room, output_room, rows_by_expert,
+};
+use crate::spanning::state::SpanningEngine;
+use crate::types::place::Place;
+use crate::{DType, ReduceOp};
+
+/// Words of a rank's row before those by host, by rank and by expert.
+const TOKENS: usize = 0;
+const BAD_TOKEN: usize = 1;
+const BAD_ID: usize = 2;
+const ROOM: usize = 4;
+const NEEDED: usize = 5;
+const ALIGNMENT: usize = 6;
+const FLAGS: usize = 7;
+const HEAD: usize = 8;
+const HAS_WEIGHTS: u32 = 1;
+const IS_PACKED: u32 = 2;
+
+/// A row for each rank, of which this rank writes its own.
+pub(super) struct CallTable {
+    words: Vec<u32>,
+    /// Words of a row.
+    each: usize,
+    hosts: usize,
+    world: usize,
+    rank: usize,
+}
+
+impl CallTable {
+    /// A table in which only this rank's row is to be written.
+    pub(super) fn new(engine: &SpanningEngine, call: &ExpertCall) -> Self {
+        let (hosts, world) = (engine.ranks.host_count(), engine.ranks.world());
+        let experts = if call.mode.by_expert { call.shape.experts as usize } else { 0 };
+        let each = HEAD + hosts + world + experts;
+        let rank = engine.ranks.rank as usize;
+        let mut table = Self { words: vec![0; world * each], each, hosts, world, rank };
+        let work = &call.work;
+        let mut flags = 0;
+        if work.weights != 0 {
+            flags |= HAS_WEIGHTS;
+        }
+        if work.expert_rows != 0 {
+            flags |= IS_PACKED;
+        }
+        let room = output_room(work).min(u64::from(u32::MAX)) as u32;
+        for (at, value) in [
+            (TOKENS, work.tokens),
+            (BAD_TOKEN, u32::MAX),
+            (ROOM, room),
+            (ALIGNMENT, work.alignment),
+            (FLAGS, flags),
+        ] {
+            table.own()[at] = value;
+        }
+        table
+    }
+
+    fn own(&mut self) -> &mut [u32] {
+        &mut self.words[self.rank * self.each..][..self.each]
+    }
+
+    fn word(&self, rank: u32, at: usize) -> u32 {
+        self.words[rank as usize * self.each + at]
+    }
+
+    /// Announces how many tokens go to a host.
+    pub(super) fn list(&mut self, host: usize, tokens: usize) {
+        self.own()[HEAD + host] = tokens as u32;
+    }
+
+    /// Announces a new routing: rows to each rank, and of each expert.
+    pub(super) fn announce(&mut self, routing: &Routing) {
+        let (hosts, world) = (self.hosts, self.world);
+        let own = self.own();
+        if let Some(BadId { token, id }) = routing.bad {
+            own[BAD_TOKEN] = token;
+            own[BAD_ID] = id as u64 as u32;
+            own[BAD_ID + 1] = (id as u64 >> 32) as u32;
+        }
+        let (to_ranks, of_experts) = own[HEAD + hosts..].split_at_mut(world);
+        to_ranks.copy_from_slice(&routing.counts);
+        if of_experts.is_empty() {
+            return;
+        }
+        for id in &routing.ids {
+            if let Some(count) = usize::try_from(*id).ok().and_then(|id| of_experts.get_mut(id)) {
+                *count += 1;
+            }
+        }
+    }
+
+    /// Announces a routing that a handle has: where this rank's rows begin on each rank, and how many rows by expert come here.
+    pub(super) fn announce_known(&mut self, begin: impl Fn(usize) -> i32, by_expert: u32) {
+        let (hosts, world) = (self.hosts, self.world);
+        let own = self.own();
+        own[NEEDED] = by_expert;
+        for to in 0..world {
+            own[HEAD + hosts + to] = begin(to).max(0) as u32;
+        }
+    }
+
+    /// Tokens that a rank has for a host.
+    pub(super) fn listed(&self, rank: u32, host: usize) -> usize {
+        self.word(rank, HEAD + host) as usize
+    }
+
+    /// Rows to a rank, or where rows of a known routing begin there.
+    pub(super) fn to_rank(&self, from: u32, to: u32) -> u32 {
+        self.word(from, HEAD + self.hosts + to as usize)
+    }
+
+    pub(super) fn has_weights(&self, rank: u32) -> bool {
+        self.word(rank, FLAGS) & HAS_WEIGHTS != 0
+    }
+
+    /// The most tokens that any rank has.
+    pub(super) fn max_tokens(&self) -> usize {
+        (0..self.world as u32).map(|rank| self.word(rank, TOKENS) as usize).max().unwrap_or(0)
+    }
+
+    /// The most tokens that any rank has for another host. `home` is the host of a rank.
+    pub(super) fn longest_list(&self, home: impl Fn(u32) -> usize) -> usize {
+        let ranks = 0..self.world as u32;
+        let lists = ranks.flat_map(|rank| (0..self.hosts).map(move |host| (rank, host)));
+        lists
+            .filter(|(rank, host)| home(*rank) != *host)
+            .map(|(rank, host)| self.listed(rank, host))
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// The error of the lowest rank whose output by expert has no room for all rows, the same on every rank.
+    pub(super) fn check_room(&self, call: &ExpertCall) -> Result<()> {
+        let (work, local) = (&call.work, call.shape.experts as usize / self.world);
+        for rank in 0..self.world as u32 {
+            let is_packed = self.word(rank, FLAGS) & IS_PACKED != 0;
+            let room = u64::from(self.word(rank, ROOM));
+            let needed = if work.known != 0 {
+                u64::from(self.word(rank, NEEDED))
+            } else {
+                let first = rank as usize * local;
+                let count = |expert: usize| -> u64 {
+                    let at = HEAD + self.hosts + self.world + expert;
+                    (0..self.world as u32).map(|from| u64::from(self.word(from, at))).sum()
+                };
+                let counts: Vec<u64> = (first..first + local).map(count).collect();
+                let of_each = if is_packed { room } else { 0 };
+                rows_by_expert(&counts, of_each, self.word(rank, ALIGNMENT).max(1)).1
+            };
+            if needed > room {
+                return Err(no_output_room(rank, needed, room, is_packed));
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Announced for CallTable {
+    fn tokens(&self, rank: u32) -> u32 {
+        self.word(rank, TOKENS)
+    }
+
+    fn bad_id(&self, rank: u32) -> Option<BadId> {
+        let token = self.word(rank, BAD_TOKEN);
+        let [low, high] = [BAD_ID, BAD_ID + 1].map(|at| u64::from(self.word(rank, at)));
+        (token != u32::MAX).then_some(BadId { token, id: (low | high << 32) as i64 })
+    }
+
+    fn rows(&self, from: u32, to: u32) -> u64 {
+        u64::from(self.to_rank(from, to))
+    }
+}
+
+impl SpanningEngine {
+    /// Agrees on a call, and fills the rows of all ranks.
+    pub(super) fn exchange_table(
+        &mut self,
+        call: CallDescription,
+        table: &mut CallTable,
+    ) -> Result<()> {
+        let own = table.own().to_vec();
+        let place = |at: *const u32| Place::Unregistered(at.cast_mut().cast());
+        let given = Arguments {
+            input: place(own.as_ptr()),
+            output: place(table.words.as_ptr()),
+            count: own.len() * size_of::<u32>(),
+            dtype: DType::U8,
+            op: ReduceOp::Sum,
+            root: 0,
+        };
+        let made = match self.by_leaders(StandardCollective::AllGather, &given) {
+            // SAFETY: both are as long as the call needs, and live until it has returned.
+            Some(plan) => unsafe { self.run_by_leaders(call, &plan) },
+            None => self.enter(call, |_| ()).and_then(|()| self.announce()).and_then(|()| {
+                self.settle()?;
+                // SAFETY: both are as long as the call needs, and live until it has returned or ended its transfers.
+                unsafe { self.all_gather(&given) }
+            }),
+        };
+        made.map_err(|why: Error| self.behind_transfers(why))
+    }
+}
