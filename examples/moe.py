@@ -1,10 +1,11 @@
 """Trains a mixture of experts, of which each rank has some, by `symmpool.experts`.
 
-    torchrun --nproc-per-node 2 examples/moe.py [--device cpu]
+    torchrun --nproc-per-node 2 examples/moe.py [--device cpu] [--pretend-hosts 2]
 
 Every rank has its part of the tokens and its part of the experts; everything else is on every rank, and its
 gradients are summed up. `dispatch` sends each token to the ranks of its experts, and `combine` brings back
-the weighted sums. Gradients take the same ways. Losses depend on the number of ranks by rounding alone.
+the weighted sums. Gradients take the same ways. Losses depend on the numbers of ranks and hosts by rounding
+alone. On the CPU ranks may be on several hosts, which `--pretend-hosts` has one machine try.
 """
 
 import argparse
@@ -61,6 +62,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--pretend-hosts", type=int, default=1, metavar="HOSTS", help="share the ranks out")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
@@ -70,6 +72,10 @@ def main():
         sys.exit("this needs a launcher: torchrun --nproc-per-node 2 examples/moe.py")
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("there is no GPU here; --device cpu needs none")
+    if options.pretend_hosts > 1:
+        if options.device == "cuda" or options.pretend_hosts > int(os.environ["WORLD_SIZE"]):
+            parser.error(f"--pretend-hosts {options.pretend_hosts}: at most one for each rank, on the CPU")
+        os.environ["SYMMPOOL_HOST_ID"] = f"host{int(os.environ['RANK']) % options.pretend_hosts}"
     device = torch.device("cpu")
     if options.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -59,9 +59,14 @@ def check_received(routing, me, found, scale, with_topk, alignment=1):
     assert same(rows, wanted * scale)
     at_least = [int((wanted_ids == expert).sum()) for expert in range(routing.local)]
     assert counts == [-(-count // alignment) * alignment for count in at_least]
-    assert handle[0][:, me].tolist() == offsets[1:]
-    assert handle[0].shape == (routing.world, routing.world) and handle[0].dtype == torch.int32
-    assert torch.equal(handle[3].long(), index) and len(handle) == 6
+    if len(handle) == 10:
+        # Over hosts.
+        assert handle[-4].tolist() == offsets[1:] and handle[-4].dtype == torch.int32
+        assert torch.equal(handle.kept.source_index[: len(index)].long(), index)
+    else:
+        assert handle[0][:, me].tolist() == offsets[1:]
+        assert handle[0].shape == (routing.world, routing.world) and handle[0].dtype == torch.int32
+        assert torch.equal(handle[3].long(), index) and len(handle) == 6
     if with_topk:
         assert ids.dtype == torch.int64 and torch.equal(ids, wanted_ids)
         assert same(weights, torch.where(wanted_ids >= 0, wanted_weights, 0))

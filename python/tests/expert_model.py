@@ -51,8 +51,8 @@ class Routing:
         return places, offsets
 
     def combined(self, me, answers, dtype, hosts=None):
-        """The sums of a rank's tokens, where `answers[rank]` comes back for the rows of that rank. `hosts` are
-        the ranks of each host: the sum of another host is rounded before hosts are added up, in order."""
+        """The sums of a rank's tokens, where `answers[rank]` comes back for the rows of that rank. `hosts`
+        are the ranks of each host: the sum of another host is rounded before hosts are added up."""
         out = torch.zeros((len(self.x[me]), answers[0].shape[1]))
         for ranks in hosts or [range(len(answers))]:
             partial = torch.zeros_like(out)

@@ -91,6 +91,8 @@ def test_a_mixture_of_experts_learns_the_same_on_any_number_of_ranks():
     alone, together = (losses(said(world, "moe", "--steps", "4")) for world in (1, 2))
     assert len(alone) == 4 and alone[-1] < alone[0]
     assert together == pytest.approx(alone, rel=1e-4)
+    over_hosts = losses(said(2, "moe", "--steps", "4", "--pretend-hosts", "2"))
+    assert over_hosts == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.parametrize(("name", "option"), [("data_parallel", "--steps"), ("moe", "--steps")])

@@ -2,14 +2,21 @@
 all-gathers of torch.distributed, and with DeepEP where it is installed.
 
     torchrun --nproc-per-node 2 -m symmpool bench experts --tokens 1,8,128,4096
+    torchrun --nproc-per-node 8 -m symmpool bench experts --pretend 2 --tokens 128,4096 --hidden 2048
+
+With `--pretend` the ranks pretend to be on several hosts of the CPU, and behind the table stand the bytes
+that crossed hosts, beside the least that could: a row and its scales once to each host that needs the token,
+and one row back.
 """
 
 import argparse
 
 from symmpool.bench import (
+    crossing,
     expert_contenders,
     expert_low_latency,
     expert_routing,
+    hosts,
     plot,
     rounds,
     session,
@@ -53,6 +60,12 @@ def add_options(commands):
         "with exact sizes known to the host; low_latency: DeepEP's names, for up to "
         f"{expert_low_latency.MAX_TOKENS} tokens on CUDA",
     )
+    command.add_argument(
+        "--pretend",
+        type=hosts.ranks_by_host,
+        help="how many hosts of equally many ranks, or the ranks of each host as 3+1: on the CPU",
+    )
+    command.add_argument("--order", choices=["blocks", "turns"], default="blocks", help="of ranks over hosts")
     command.add_argument("--num-sms", type=positive, help="the most SMs of symmpool's and DeepEP's kernels")
     command.add_argument("--device", choices=["auto", "cuda", "cpu"], default="auto")
     command.add_argument(
@@ -67,6 +80,8 @@ class Row(table.Row):
     def __init__(self, case, routing, size, world):
         super().__init__(size, world)
         self.case, self.routing, self.tokens = case, routing.kind, routing.tokens
+        #: Bytes that crossed hosts in a call, and the least that could, of all ranks; by contender.
+        self.crossed = {}
 
     def to_json(self):
         figures = self.figures(lambda name: {"gb_s": self.size / self.microseconds(name) / 1e3})
@@ -77,6 +92,7 @@ class Row(table.Row):
             "heaviest_bytes": self.size,
             "figures": figures,
             "missing": self.missing,
+            **({"crossed_hosts": self.crossed} if self.crossed else {}),
         }
 
 
@@ -106,6 +122,12 @@ def prepare(ranks, options, contender, row, routing):
 
 def measure(ranks, options, contenders, row, routing, step):
     running = rounds.prepare_all(contenders, row, lambda each: prepare(ranks, options, each, row, routing))
+
+    if options.pretend:
+        placed = hosts.host_ranks(options, ranks.world)
+        least = crossing.least(routing, placed, row.case, options.hidden)
+        for name, (exchange, _) in running.items():
+            row.crossed[name] = {"bytes": crossing.measured(ranks, placed, exchange.call), "least": least}
 
     def report_progress(what):
         step(f"{row.case}, {row.routing}, {row.tokens} tokens, {what}")
@@ -159,7 +181,14 @@ def with_defaults(options, on_cuda):
 
 
 def run(options, arguments):
+    if options.pretend:
+        options.device = "cpu"
+        hosts.pretend(options)
+        crossing.watch()
     ranks = session.connect(options)
+    if options.pretend:
+        # Ranks share cores.
+        ranks.torch.set_num_threads(1)
     options = with_defaults(options, ranks.on_cuda)
     only = session.requested_peers(options)
     contenders, missing, pools = expert_contenders.set_up(ranks, options, max(options.tokens), only)
@@ -185,6 +214,8 @@ def run(options, arguments):
     finally:
         progress.close()
     facts = session.describe("experts", ranks, arguments, contenders, missing)
+    if options.pretend:
+        facts["hosts"] = hosts.host_ranks(options, ranks.world)
 
     def print_report(ours, others):
         report(options, facts, rows, ours, others)
@@ -200,6 +231,9 @@ def report(options, facts, rows, ours, others):
         f"others{session.describe_forms(facts)}\n"
     )
     print(table.format_table(*cells(rows, ours, others)))
+    if options.pretend:
+        print("\nbytes that crossed hosts in a call, of all ranks, and how many times the least that could\n")
+        print(table.format_table(*crossing.cells(rows)))
     if options.eager:
         print("\neager: microseconds of host time per call / until it is done\n")
         print(table.format_table(*table.eager_cells(rows, [*ours, *others])))

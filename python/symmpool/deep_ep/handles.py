@@ -126,7 +126,6 @@ class NormalHandle(_LazyTuple):
         found.owner, found.kept, found.rows, found.top_k = owner, kept, rows, top_k
         return found
 
-
     @staticmethod
     def _parts(kept: Handle, rows: int, is_token_in_rank: torch.Tensor | None) -> list[Callable[[], Any]]:
         def matrix() -> torch.Tensor:

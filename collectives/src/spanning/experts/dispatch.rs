@@ -23,13 +23,13 @@ const MIN_CHUNK: usize = 16;
 
 /// Parts of a chunk for a host, one behind the other: rows, scales, and an entry for each token.
 #[derive(Clone, Copy)]
-struct ChunkLayout {
+struct TokenChunkLayout {
     row: usize,
     scales: usize,
     entry: EntryLayout,
 }
 
-impl ChunkLayout {
+impl TokenChunkLayout {
     /// Bytes of a part of so many tokens: a multiple of 16, as rows are.
     fn bytes(self, tokens: usize) -> usize {
         (tokens * (self.row + self.scales + self.entry.bytes())).next_multiple_of(16)
@@ -86,7 +86,7 @@ impl SpanningEngine {
         let most = self.chunk_tokens(row, side);
         let top_k = work.top_k as usize;
         let entry = EntryLayout::new(self.ranks.hosts.max_ranks() as usize, top_k, top_k);
-        let part = ChunkLayout { row, scales, entry }.bytes(most);
+        let part = TokenChunkLayout { row, scales, entry }.bytes(most);
         let (to, from) = (self.forwarding.outgoing.len(), self.forwarding.incoming.len());
         for turn in 0..2 {
             self.transit.leaving[turn].reserve(to * part, rank)?;
@@ -240,11 +240,11 @@ impl SpanningEngine {
     }
 
     /// Layout of a chunk's part for a host, or from a rank of another one.
-    fn chunk_layout(&self, sending: &Sending<'_>, host: usize, source: u32) -> ChunkLayout {
+    fn chunk_layout(&self, sending: &Sending<'_>, host: usize, source: u32) -> TokenChunkLayout {
         let work = &sending.side.call.work;
         let top_k = if work.known == 0 { work.top_k as usize } else { 0 };
         let weights = if sending.table.has_weights(source) { top_k } else { 0 };
-        ChunkLayout {
+        TokenChunkLayout {
             row: work.row_bytes as usize,
             scales: work.scale_bytes as usize,
             entry: EntryLayout::new(self.ranks.ranks_on(host), top_k, weights),
@@ -295,7 +295,7 @@ impl SpanningEngine {
         &self,
         sending: &Sending<'_>,
         (host, tokens): (usize, &[u32]),
-        layout: ChunkLayout,
+        layout: TokenChunkLayout,
         to: *mut u8,
     ) {
         let (side, work) = (sending.side, &sending.side.call.work);

@@ -115,3 +115,25 @@ pub(super) fn lists(
     }
     found
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_entry_is_read_as_it_was_written() {
+        let layout = EntryLayout::new(9, 3, 3);
+        assert_eq!(layout.bytes(), 4 + 2 + 6 + 12);
+        let mut all = vec![0; 2 * layout.bytes()];
+        let second = &mut all[layout.bytes()..];
+        layout.write(second, 70_000, |slot| slot % 4 == 0, (&[5, -1, 1023], &[0.5, -2.0, 3.0]));
+        let entry = layout.entry(&all, 1);
+        assert_eq!(entry.token(), 70_000);
+        let slots: Vec<usize> = (0..9).filter(|slot| entry.goes_to(*slot)).collect();
+        assert_eq!(slots, [0, 4, 8]);
+        // Numbers beyond the last expert are none.
+        assert_eq!(entry.routed(1024).ids[..4], [5, -1, 1023, -1]);
+        assert_eq!(entry.routed(1000).ids[..3], [5, -1, -1]);
+        assert_eq!(entry.routed(1024).weights[..4], [0.5, -2.0, 3.0, 1.0]);
+    }
+}
