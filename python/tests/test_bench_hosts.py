@@ -1,6 +1,8 @@
 """`python -m symmpool bench hosts`."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from test_torch import torchrun
@@ -120,3 +122,24 @@ def test_phases_beside_each_other_count_once_unless_they_share_processors():
 def test_what_the_model_does_not_know_is_refused(wrong):
     with pytest.raises(ValueError):
         scale.predict(*wrong, scale.Costs(**UNITS))
+
+
+def test_the_model_has_the_limits_of_the_engine():
+    folder = Path(__file__).parents[2] / "collectives/src/spanning"
+    if not folder.is_dir():
+        pytest.skip("skipped: the engine's sources are not here")
+    constants = {}
+    for path in sorted(folder.glob("*.rs")):
+        found = re.findall(r"^(?:pub\S* )?const (\w+): usize = (\d+)(?: << (\d+))?;", path.read_text(), re.M)
+        constants |= {(path.stem, name): int(value) << int(shift or 0) for name, value, shift in found}
+    message = constants["host_message", "HEAD"] + constants["host_message", "MIN_ROOM"]
+    assert {
+        "MAX_REDUCED": constants["ways", "MAX_REDUCED"],
+        "MAX_MOVED": constants["ways", "MAX_MOVED"],
+        "MAX_ROOM": constants["host_message", "MAX_ROOM"],
+        "MAX_ROOM_IN_ALL": constants["host_message", "MAX_ROOM_IN_ALL"],
+        "HEAD": message,
+        "SMALL": constants["reductions", "SMALL_BYTES"],
+        "PART": constants["staging", "PART_BYTES"],
+        "DIRECT": constants["moves", "DIRECT_BYTES"],
+    } == {name: value for name, value in vars(scale).items() if name.isupper() and name != "OPERATIONS"}

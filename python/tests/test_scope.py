@@ -63,6 +63,8 @@ class Standin:
             return self
 
     class MemPool:
+        id = (0, 7)
+
         def __init__(self, allocator):
             self.allocator, self.segments = allocator, []
 
@@ -149,7 +151,7 @@ def test_torchs_scope_is_entered_and_left_by_its_own_steps():
     assert scope._steps_of(torch.cuda.use_mem_pool) is torch.cuda.use_mem_pool.__wrapped__
 
 
-def test_a_scope_makes_the_calls_of_torchs_own_without_its_context_manager(pool):
+def test_a_scope_makes_the_calls_of_torchs_own_without_its_context_manager(pool, monkeypatch):
     torch = pytest.importorskip("torch")
     # Where this fails torch's scope has other steps, which its context manager makes then.
     calls = scope._calls_of(torch)
@@ -164,15 +166,14 @@ def test_a_scope_makes_the_calls_of_torchs_own_without_its_context_manager(pool)
         assert scope._calls_of(fake) is None
 
     standin, said = Standin(), []
+    calls = [lambda *given, name=name: said.append((name, *given)) for name in ("begin", "end", "release")]
+    monkeypatch.setattr(scope, "_calls_of", lambda _: calls)
     inside = scope.Scope(pool, standin)
-    inside._id = (0, 7)
-    inside._calls = [
-        lambda *given, name=name: said.append((name, *given)) for name in ("begin", "end", "release")
-    ]
     with within(inside, pool), within(inside, pool):
         assert said == [("begin", 0, (0, 7))]
     assert said[1:] == [("end", 0, (0, 7)), ("release", 0, (0, 7))] and standin.entered == 0
-    inside._calls[0] = lambda *_: (_ for _ in ()).throw(RuntimeError("no such MemPool"))
+    calls[0] = lambda *_: (_ for _ in ()).throw(RuntimeError("no such MemPool"))
+    inside = scope.Scope(pool, standin)
     with pytest.raises(RuntimeError, match="no such MemPool"), within(inside, pool):
         pass
     assert not scope._threads.scopes

@@ -6,12 +6,8 @@
 
 namespace symmpool {
 
-// The data of a pair is cut into stages, at most so many, as if for so many blocks. On every rank, any number of blocks
-// runs the stages in order. There are no more than a communicator has worker blocks on 132 SMs beside messages, as others
-// would run behind these: an all-gather of 64 MiB takes two H200s 1.35 times as long as alone with 96 stages, and 1.04
-// times with 84. Alone it takes 2% longer with 84.
-constexpr u32 MAX_STAGES = 87;
-// There are fewer stages where scratch has no room for so many bytes of each in a round. Not measured yet.
+// The data of a pair is cut into stages, at most `MAX_STAGE_BLOCKS`. On every rank, any number of blocks runs the stages in
+// order. There are fewer stages where scratch has no room for so many bytes of each in a round. Not measured yet.
 constexpr u64 MIN_STAGE_SCRATCH = 32 << 10;
 // Bytes that a stage moves in a round: a quarter of what it has, so that the sender stores while the receiver
 // copies. On two H200s, an all-gather of 256 MiB takes 481 us with 256 KiB and 495 us with half of that; a broadcast
@@ -47,7 +43,7 @@ struct PipelineStage {
     // How many stages there are, the same on all ranks.
     static __device__ __forceinline__ u32 count(const Comm& comm) {
         const u64 stages = 16 * half(comm) / MIN_STAGE_SCRATCH;
-        return stages < 1 ? 1 : stages < MAX_STAGES ? static_cast<u32>(stages) : MAX_STAGES;
+        return stages < 1 ? 1 : stages < MAX_STAGE_BLOCKS ? static_cast<u32>(stages) : MAX_STAGE_BLOCKS;
     }
     __device__ __forceinline__ u64 begin(u32 round) const { return from + round * chunk; }
     __device__ __forceinline__ u64 length(u32 round) const {

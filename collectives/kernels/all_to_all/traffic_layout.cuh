@@ -7,6 +7,9 @@
 
 namespace symmpool {
 
+// Most stages of the pipeline through scratch, as if for so many blocks: `cuda/layout/control.rs` says why.
+constexpr u32 MAX_STAGE_BLOCKS = 87;
+
 // The arguments of an all-to-all. Counts are elements.
 struct Traffic {
     // Elements for and from each rank, where the host knows them.

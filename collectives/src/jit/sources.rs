@@ -19,6 +19,12 @@ pub(crate) struct KernelSource<'a> {
     pub(crate) variants: &'static [&'static [Axis]],
 }
 
+/// Threads of a block where kernels share SMs, for kernels that else have two blocks on an SM: nearly as many as both have. A thread
+/// needs some registers more to ask for a grant, and with more ranks.
+pub(crate) const fn sharing_threads(world: u32) -> u32 {
+    if world <= 2 { 896 } else { 768 }
+}
+
 /// A macro and the values that it takes.
 pub(crate) type Axis = (&'static str, &'static [&'static str]);
 

@@ -196,10 +196,14 @@ def ratio(row, ours, other):
     return median(theirs / own for own, theirs in pairs) if pairs else None
 
 
+def are_alike(placed):
+    """Whether there are several hosts, of as many ranks each."""
+    return len(placed) > 1 and len({len(each) for each in placed}) == 1
+
+
 def bars(rows, placed):
     """Bars of the rows: what is compared, the bar, the measured value, and whether it is met."""
-    counts = {len(each) for each in placed}
-    several = len(placed) > 1 and len(counts) == 1 and max(counts) > 1
+    several = are_alike(placed) and len(placed[0]) > 1
     found = []
 
     def add(row, what, bar, measured, at_least):
@@ -294,7 +298,7 @@ def run(options, arguments):
     facts["hosts"] = placed
     facts["bars"] = bars(rows, placed)
     predicted = []
-    if len(placed) > 1 and len({len(each) for each in placed}) == 1:
+    if are_alike(placed):
         costs = measured_costs(ranks, options, placed)
         predicted = predictions(rows, placed, costs)
         facts["costs"] = dataclasses.asdict(costs)

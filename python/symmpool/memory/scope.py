@@ -74,11 +74,38 @@ def _calls_of(torch: Any) -> tuple[Callable[..., None], ...] | None:
     return tuple(made_of.__globals__[name] for name in _CALLS)
 
 
+def _use_of(torch: Any, device: int, mempool: Any) -> Callable[[], Callable[[], object]]:
+    """A function after which this thread allocates in a MemPool. It returns the one that ends this."""
+    calls = _calls_of(torch)
+    if calls is None:
+        steps = _steps_of(torch.cuda.use_mem_pool)
+
+        def use() -> Callable[[], object]:
+            context = steps(mempool, device)
+            next(context)
+            return lambda: next(context, None)
+
+        return use
+
+    # FSDP comes here some thirty times a step, and torch's context manager takes half of the time.
+    (begin, end, release), id = calls, mempool.id
+
+    def leave() -> None:
+        end(device, id)
+        release(device, id)
+
+    def enter() -> Callable[[], object]:
+        begin(device, id)
+        return leave
+
+    return enter
+
+
 class Scope:
     """Parts that a pool needs so that torch allocates in it. Made at its first `with`."""
 
     # Attributes go in this order: torch gives its cached segments back before the slot closes.
-    __slots__ = ("_mempool", "_slot", "_torch", "_device", "_use", "_calls", "_id")
+    __slots__ = ("_use", "_mempool", "_slot", "_torch", "_device")
 
     def __init__(self, pool: _symmpool.Pool, torch: Any = None):
         device = pool.device
@@ -93,17 +120,12 @@ class Scope:
         self._device = int(device.partition(":")[2] or 0)
         self._slot = _symmpool.Slot(pool)
         self._mempool: Any = None
-        self._use: Any = None
-        self._calls: Any = None
-        self._id: Any = None
         if install.is_installed():
             # No MemPool: every allocation comes to us, and goes to the pool by itself.
             return
-        self._use = _steps_of(torch.cuda.use_mem_pool)
         with torch.cuda.device(self._device):
             self._mempool = torch.cuda.MemPool(_allocator(torch, self._slot).allocator())
-        self._calls = _calls_of(torch)
-        self._id = self._mempool.id if self._calls else None
+        self._use = _use_of(torch, self._device, self._mempool)
 
     @property
     def mempool(self) -> Any:
@@ -121,18 +143,12 @@ class Scope:
             scopes = _threads.scopes
         except AttributeError:
             scopes = _threads.scopes = []
-        mempool = self._mempool
-        if mempool is None:
+        if self._mempool is None:
             context = _symmpool.process_redirect(self._slot)
         elif scopes and self._is_within(scopes):
             context = None  # they do already, and torch enters a MemPool once
-        elif self._calls is not None:
-            # FSDP comes here some thirty times a step, and torch's context manager takes half of the time.
-            context = self
-            self._calls[0](self._device, self._id)
         else:
-            context = self._use(mempool, self._device)
-            next(context)
+            context = self._use()
         scopes.append((self, context))
 
     def _is_within(self, scopes: list[tuple[Scope, Any]]) -> bool:
@@ -156,12 +172,8 @@ class Scope:
         context = scopes.pop()[1]
         if self._mempool is None:
             _symmpool.process_redirect_back(context)
-        elif context is self:
-            _, end, release = self._calls
-            end(self._device, self._id)
-            release(self._device, self._id)
         elif context is not None:
-            next(context, None)
+            context()
         if settles and (kind is not None or pool.is_commit_due):
             self._settle(pool, kind, value)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symmpool._symmpool import Block, Pool
-from symmpool.communicators import cache
+from symmpool.communicators import cache, devices
 from symmpool.errors import InvalidArgumentError, UnsupportedError
 from symmpool.groups import names, pool_registry, process_groups, resolution
 from symmpool.memory import handle, install
@@ -107,7 +107,7 @@ def device_of(device: Any) -> torch.device:
 
 def _pool_for(key: Any, device: torch.device) -> Pool:
     """The pool of a group on a device, made if need be, which is collective."""
-    return cache.pool_of(key, -1 if device.type == "cpu" else device.index)
+    return cache.pool_of(key, devices.number_of(str(device)))
 
 
 def _bytes_of(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:

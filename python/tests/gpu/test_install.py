@@ -1,20 +1,15 @@
 """`symmpool.install()` on one GPU. Each test is a process of its own: it can only be done first."""
 
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from one_process import run_program
 
 import symmpool
 
 
 def python(program):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_program(program)[0]
 
 
 INSTALL = """
@@ -219,13 +214,8 @@ def test_training_has_the_same_losses():
 
 
 def test_leaving_is_quiet():
-    done = subprocess.run(
-        [sys.executable, "-c", INSTALL + "x = torch.ones(1000, device='cuda')\nprint(x.sum())"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    _, errors = run_program(INSTALL + "x = torch.ones(1000, device='cuda')\nprint(x.sum())")
+    assert errors == ""
 
 
 def test_numbers_before_any_use():

@@ -4,11 +4,10 @@ Each program is a process of its own, and runs on torch's own allocator as well.
 to how memory is rounded."""
 
 import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
+from one_process import run_program
 
 INSTALL = """
 import symmpool
@@ -36,12 +35,8 @@ def reports(program, folder):
     found = []
     for name, before in (("ours", INSTALL), ("stock", "")):
         (folder / name).mkdir()
-        text = before + textwrap.dedent(program) + REPORT
-        done = subprocess.run(
-            [sys.executable, "-c", text], capture_output=True, text=True, timeout=300, cwd=folder / name
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("report ")]
+        observed, _ = run_program(before + textwrap.dedent(program) + REPORT, folder / name)
+        (line,) = [line for line in observed.splitlines() if line.startswith("report ")]
         found.append(json.loads(line.removeprefix("report ")))
     print(found)
     return found

@@ -3,13 +3,12 @@ its own, and what a pool adds."""
 
 import gc
 import random
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 
 import pytest
+from one_process import run_program
 
 import symmpool
 
@@ -32,11 +31,7 @@ def live(pool):
 
 
 def python(program):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_program(program)[0]
 
 
 def test_tensors_made_in_a_scope_are_windows_when_it_ends(torch, pool):

@@ -16,7 +16,7 @@ use crate::jit::kernel_beside;
 use crate::jit::sources::{
     ABOVE_4, ALL_REDUCE, BOTH, BYTES, F32, KernelSource, LAMPORT, LAMPORT_DTYPES, LL, MOVES,
     NARROW, ODD_ABOVE_4, ONE, OTHERS_UP_TO_4, REDUCTIONS, SOME_DTYPES, SUM, TWO, UP_TO_4, WIDE,
-    WORLD_OF_2,
+    WORLD_OF_2, sharing_threads,
 };
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
@@ -178,12 +178,7 @@ impl KernelSpec {
         let threads = if world <= 4 { THREADS } else { THREADS / 2 };
         let min_blocks_per_sm =
             if Self::is_compact(world, reduction.0, lamport, bytes) { 2 } else { 1 };
-        // Nearly as many as two blocks have: a thread needs some registers more to ask for a grant, and with more ranks.
-        let sharing_threads = match (min_blocks_per_sm, world) {
-            (1, _) => None,
-            (_, ..=2) => Some(896),
-            _ => Some(768),
-        };
+        let sharing_threads = (min_blocks_per_sm > 1).then(|| sharing_threads(world));
         let base = if collective.reduces() {
             Self::reduces(&KERNEL, reduction)
         } else {

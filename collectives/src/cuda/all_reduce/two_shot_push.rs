@@ -19,7 +19,7 @@ use crate::jit::sources::{F32, KernelSource, OTHERS, SOME_DTYPES, SUM, WIDE, WOR
 const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
 /// Most peer blocks of `two_shot_push`. All get the same length: with 84, 64 MiB on windows take two H200s 197 us alone and 201
 /// beside a communicator that rests, with 96 they take 196 and 204 us.
-const MAX_PUSH_BLOCKS: u32 = MAX_STAGE_BLOCKS as u32;
+const MAX_PUSH_BLOCKS: u32 = MAX_STAGE_BLOCKS;
 
 /// All-reduce in two shots through scratch and into outputs.
 pub(in crate::cuda) const KERNEL: KernelSource<'static> = kernel_beside!(

@@ -130,7 +130,7 @@ __device__ __noinline__ void expire_unused(const Session& session, const CallPar
                                            const Traffic& traffic, TrafficMatrix& matrix, Transfers& transfers) {
     const Exchange exchange{session, call, traffic, matrix, transfers};
     const Comm& comm = session.comm;
-    u64 blocks = DIRECT ? MAX_STAGES : 0;
+    u64 blocks = DIRECT ? MAX_STAGE_BLOCKS : 0;
     for (u32 peer = 0; peer < WORLD; ++peer) {
         if (peer == comm.rank) {
             continue;

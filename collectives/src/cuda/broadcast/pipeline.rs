@@ -22,7 +22,7 @@ const PIPELINE_THREADS: u32 = 256;
 /// us for 16 MiB, 219 for 64 and 794 for 256; two steps take 77, 292 and 1,135. Shorter ones go faster in two steps.
 const PIPELINE_BYTES: u64 = 16 << 20;
 /// Most peer blocks of it, and the least bytes that scratch must have for each of them: two of the shortest stages.
-const MAX_STAGE_BLOCKS: u64 = 256;
+const MAX_PIPELINE_BLOCKS: u64 = 256;
 const MIN_PIPELINE_BYTES: u64 = 2 * 16 * PIPELINE_THREADS as u64;
 
 /// Broadcast in stages, which peers pass on.
@@ -59,7 +59,7 @@ pub(in crate::cuda) unsafe fn launch(
     let loaded = engine.kernel(kernel())?;
     let share = work.bytes.div_ceil(16).div_ceil(u64::from(engine.world()) - 1);
     let room = engine.control().scratch_room(engine.world()) / MIN_PIPELINE_BYTES;
-    let most = room.clamp(1, MAX_STAGE_BLOCKS) as u32;
+    let most = room.clamp(1, MAX_PIPELINE_BLOCKS) as u32;
     let config = LaunchConfig::new(&loaded.alone(), share, PIPELINE_THREADS, most);
     let offset = if let Place::Window(offset) = place { offset } else { UNKNOWN };
     // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.

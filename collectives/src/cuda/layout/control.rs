@@ -28,8 +28,10 @@ const MIN_STAGE_BYTES: u64 = 16 << 10;
 /// Most peer blocks of a call: a communicator has as many worker blocks on 132 SMs beside messages, which leave two thirds
 /// ([`share_sms`](crate::share_sms)). So a block has one index there, beside other communicators and alone. Measured on two
 /// H200s, a reduce-scatter of 64 MiB on torch's memory, alone, beside a communicator that rests and after messages: 127, 131
-/// and 134 us with 84 peer blocks, 124, 129 and 141 us with 96.
-pub(in crate::cuda) const MAX_STAGE_BLOCKS: u64 = 87;
+/// and 134 us with 84 peer blocks, 124, 129 and 141 us with 96. Stages of a pair's data are at most as many
+/// (`all_to_all/scratch_pipeline.cuh`), as others would run behind these: an all-gather of 64 MiB takes 1.35 times as long as alone
+/// with 96 stages, and 1.04 times with 84. Alone it takes 2% longer with 84.
+pub(in crate::cuda) const MAX_STAGE_BLOCKS: u32 = 87;
 
 impl ControlLayout {
     /// For `world` ranks, with parts of these sizes.
@@ -197,7 +199,7 @@ impl ControlLayout {
     /// inputs there, and with `results` for two of results.
     pub(in crate::cuda) fn stage_blocks(&self, world: u32, results: bool) -> u32 {
         let stage = self.scratch_room(world) / if results { 4 } else { 2 };
-        (stage / MIN_STAGE_BYTES).clamp(1, MAX_STAGE_BLOCKS) as u32
+        (stage / MIN_STAGE_BYTES).clamp(1, MAX_STAGE_BLOCKS.into()) as u32
     }
 
     /// Vectors of 16 bytes of data that one call may put into the LL inbox.

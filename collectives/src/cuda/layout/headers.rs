@@ -5,6 +5,7 @@ use std::path::Path;
 
 use symmpool_allocator::Result;
 
+use super::control::MAX_STAGE_BLOCKS;
 use super::fault::{AsyncError, FaultRecord};
 use super::params::{
     AreaFlags, CallParams, CommFields, Departure, GemmProblem, LocalState, MatmulSmallMWork,
@@ -23,7 +24,15 @@ struct Header {
     includes: &'static [&'static str],
     /// Structs of kernels that no host has, but pointers to them.
     pointed_at: &'static [&'static str],
+    constants: Vec<Constant>,
     structs: Vec<StructLayout>,
+}
+
+/// A constant of 32 bits that the host defines, and what a header says of it.
+struct Constant {
+    name: &'static str,
+    value: u32,
+    comment: &'static str,
 }
 
 fn layout<T: KernelType>() -> StructLayout {
@@ -31,14 +40,23 @@ fn layout<T: KernelType>() -> StructLayout {
 }
 
 fn headers() -> Vec<Header> {
+    let params = "cuda/layout/params.rs";
     let with_types = |path, sources, structs| Header {
         path,
         sources,
         includes: &["symmpool/impl/types.cuh"],
         pointed_at: &[],
+        constants: Vec::new(),
         structs,
     };
-    let params = "cuda/layout/params.rs";
+    let traffic = Header {
+        constants: vec![Constant {
+            name: "MAX_STAGE_BLOCKS",
+            value: MAX_STAGE_BLOCKS,
+            comment: "Most stages of the pipeline through scratch, as if for so many blocks: `cuda/layout/control.rs` says why.",
+        }],
+        ..with_types("all_to_all/traffic_layout.cuh", params, vec![layout::<Traffic>()])
+    };
     vec![
         with_types(
             "symmpool/impl/comm_layout.cuh",
@@ -55,7 +73,7 @@ fn headers() -> Vec<Header> {
             ],
         ),
         with_types("symmpool/impl/plan_layout.cuh", params, vec![layout::<PlanWork>()]),
-        with_types("all_to_all/traffic_layout.cuh", params, vec![layout::<Traffic>()]),
+        traffic,
         with_types("fused/norm_layout.cuh", params, vec![layout::<NormWork>()]),
         with_types(
             "experts/work_layout.cuh",
@@ -67,6 +85,7 @@ fn headers() -> Vec<Header> {
             sources: params,
             includes: &["symmpool/impl/ptx_tensor.cuh", "symmpool/impl/types.cuh"],
             pointed_at: &["MatmulControl"],
+            constants: Vec::new(),
             structs: vec![
                 layout::<GemmProblem>(),
                 layout::<StreamK>(),
@@ -91,6 +110,9 @@ impl Header {
         text.push_str("\nnamespace symmpool {\n");
         for name in self.pointed_at {
             let _ = write!(text, "\nstruct {name};\n");
+        }
+        for Constant { name, value, comment } in &self.constants {
+            let _ = write!(text, "\n// {comment}\nconstexpr u32 {name} = {value};\n");
         }
         for each in &self.structs {
             let _ = write!(text, "\n{}", each.definition());

@@ -25,7 +25,7 @@ const MAX_WORKER_BLOCKS: u32 = 128;
 /// | 128 | 36.6, 93, 265 | 41.3, 102, 294 | 39.9, 99, 289 |
 /// | 87 | 37.9, 88, 273 | 39.4, 91, 276 | 37.9, 88, 276 |
 /// | 260 | 38.1, 100, 292 | 40.0, 100, 297 | 38.1, 99, 292 |
-const PEER_BLOCKS: u32 = MAX_STAGE_BLOCKS as u32;
+const PEER_BLOCKS: u32 = MAX_STAGE_BLOCKS;
 /// The most tokens that a rank dispatches through inboxes: `TILE` in `experts/work.cuh`. More tokens take longer there, as
 /// their receiver copies them, than waiting for peers does.
 const MAX_DISPATCH_INBOX_TOKENS: u64 = 128;

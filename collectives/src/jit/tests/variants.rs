@@ -16,6 +16,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use comfy_table::Table;
 
+use super::super::sources::sharing_threads;
 use super::recorded::{Needs, Recorded};
 use super::*;
 use crate::cuda::kernels;
@@ -39,9 +40,11 @@ type Defines = Vec<(&'static str, &'static str)>;
 /// A mode as it shares SMs with other communicators ([`KernelSpec::sharing`](crate::cuda::kernel::spec::KernelSpec::sharing)).
 fn sharing(mode: &Defines) -> Defines {
     let has_two_blocks = mode.contains(&("BLOCKS", "2"));
-    let threads = if mode.contains(&("WORLD", "2")) { "896" } else { "768" };
+    // A mode for any number of ranks has to serve the most.
+    let world = number(mode, "WORLD").unwrap_or(u32::MAX);
+    let threads = sharing_threads(world).to_string().leak();
     let wide = |(name, value): &(&'static str, &'static str)| match *name {
-        "THREADS" if has_two_blocks => ("THREADS", threads),
+        "THREADS" if has_two_blocks => ("THREADS", &*threads),
         _ => (*name, *value),
     };
     mode.iter().map(wide).chain([("SHARES_SMS", "1")]).collect()
