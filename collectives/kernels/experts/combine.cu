@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // It is loaded while the communicator's state is.
     const u32 word = CombineSources::load(work);
     const SmGrant grant(comm);
-    // All threads find the same: some of them would go on without what others put into shared memory.
+    // All threads find the same. Else some would go on without what others put into shared memory.
     if (grant.is_over() || __syncthreads_or(session.failed)) {
         return;
     }

@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     begin_kernel(comm.early);
     const Session session(comm);
     const SmGrant grant(comm);
-    // All threads find the same: some of them would go on without what others put into shared memory.
+    // All threads find the same. Else some would go on without what others put into shared memory.
     if (grant.is_over() || __syncthreads_or(session.failed)) {
         return;
     }

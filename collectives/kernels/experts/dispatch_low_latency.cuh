@@ -292,7 +292,7 @@ __device__ __forceinline__ void send_details(const LowLatencyDispatch& low_laten
 }
 
 // Sends a share of this rank's tokens to its peers. Called by all threads of a block, which has counted the tokens
-// before the own_rows.
+// before this share.
 __device__ __forceinline__ void send_low_latency(const LowLatencyDispatch& low_latency, const BlockRows& own_rows) {
     const u32 own = low_latency.session.comm.rank;
     for_own_rows(

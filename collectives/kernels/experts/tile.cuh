@@ -8,7 +8,7 @@
 
 namespace symmpool {
 
-// State that the threads of a block own_rows.
+// State that the threads of a block share.
 struct Shared {
     Counts counts;
     u32 next[WORLD];                // rows of this rank, for each rank, before the tile

@@ -3,14 +3,13 @@
 //!
 //! Tiles for other ranks come first and go to this rank's memory. When a chunk of them is whole, a stream that has waited for
 //! that copies it to its rank by a copy engine: stores of SMs over NVLink would delay the loads of the product by as long as
-//! they take. This rank's own tiles come last, and what other ranks have sent for them is
-//! added in float32 before they are stored, in the order of ranks from this one on.
+//! they take. This rank's own tiles come last. What other ranks have sent for them is added in float32 before they are
+//! stored, in the order of ranks from this one on.
 //!
 //! The handshake is made by a warp of the first block, which then sets the others' flags for what has been sent; only copies to
-//! peers wait for it. Tiles for other ranks wait for
-//! nobody, so the stream that waits for chunks always goes on. Own tiles wait for chunks, on all SMs. Where kernels of other
-//! communicators may need SMs meanwhile, they are a launch of their own, behind `matmul_wait.cu`. Defines: those of
-//! `fused/matmul.cuh`.
+//! peers wait for it. Tiles for other ranks wait for nobody, so the stream that waits for chunks always goes on. Own tiles wait
+//! for chunks, on all SMs. Where kernels of other communicators may need SMs meanwhile, they are a launch of their own, behind
+//! `matmul_wait.cu`. Defines: those of `fused/matmul.cuh`.
 
 #include <fused/matmul.cuh>
 

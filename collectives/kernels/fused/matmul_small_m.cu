@@ -11,8 +11,9 @@
 //! warp of the first block, for which no data waits.
 //!
 //! Where kernels of other communicators may need SMs, another launch waits and adds up
-//! (`fused/matmul_small_m_received.cu`). Defines: WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1); CLUSTER: 2, 4 or 8; TOKENS: 8, 16, 32 or
-//! 64; RIGHT_BY_ROWS: whether rows of the right matrix in memory are those of the inner dimension (1).
+//! (`fused/matmul_small_m_received.cu`). Defines: WORLD, THREADS, DTYPE (BF16 or F16), OP, PROTOCOL (LAMPORT), BLOCKS (1);
+//! CLUSTER: 2, 4 or 8; TOKENS: 8, 16, 32 or 64; RIGHT_BY_ROWS: whether rows of the right matrix in memory are those of the
+//! inner dimension (1).
 
 #include <fused/small_m_sums.cuh>
 #include <fused/matmul_layout.cuh>

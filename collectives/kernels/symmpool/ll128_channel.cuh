@@ -34,7 +34,7 @@ public:
 
     __device__ Ll128Channel(Collective& collective, u32 peer, u64 lines);
 
-    // Sends this thread's piece of a line, once a call at most. A line that there is no room for is not sent.
+    // Sends this thread's piece of a line, once a call at most. A line for which there is no room is not sent.
     __device__ void send(u64 line, uint4 piece) const;
 
     // Waits for this thread's piece of a line of the peer; lines past the end are not waited for. All threads of a warp get

@@ -15,7 +15,7 @@ public:
 
     __device__ LlChannel(Collective& collective, u32 peer, u64 vectors);
 
-    // Sends a vector; you must send each once a call at most. One that there is no room for is not sent.
+    // Sends a vector; you must send each once a call at most. A vector for which there is no room is not sent.
     __device__ void send(u64 at, uint4 vector) const;
 
     // Waits for a vector of the peer; false if it does not arrive in time: the thread must return.

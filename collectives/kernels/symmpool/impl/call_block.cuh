@@ -25,7 +25,7 @@ public:
         return arrived;
     }
 
-    // Does so where all threads of the block have one answer.
+    // Notes an answer that is the same for all threads of the block.
     __device__ __forceinline__ bool good_for_all(bool arrived) {
         works_ = works_ && arrived;
         return arrived;

@@ -35,7 +35,7 @@ __device__ __forceinline__ bool LamportChannel::receive(u64 at, uint4& vector) c
     return collective_->good(there);
 }
 
-// Waits until the timeout for a vector that there is no room for; true if no thread of the warp waits.
+// Waits until the timeout for a vector for which there is no room. True if no thread of the warp has to.
 __device__ __noinline__ bool LamportChannel::await_timeout(const Session& session, u32 peer, bool awaited) {
     Watch watch;
     while (__any_sync(~0u, awaited)) {

@@ -17,13 +17,13 @@ using namespace symmpool;
 enum Copied : u32 {
     AWAITS_BARRIER,  // in scratch, when all ranks have come to the barrier
     IN_SCRATCH,
-    IN_OUTPUT,  // that of the only peer, which this rank has copied there itself
+    IN_OUTPUT,  // the data of the only peer, which this rank has copied there itself
 };
 
 // It lies behind the counts of the channels.
 struct CopyBarrier {
     u64 arrived[WORLD];  // how often each peer has arrived, written by that peer
-    u64 passed;          // how often this rank has
+    u64 passed;          // how often this rank has passed the barrier
     u64 blocks;          // blocks of the running kernel that have read `passed`
 };
 

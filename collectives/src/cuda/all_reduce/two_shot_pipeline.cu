@@ -36,7 +36,7 @@ struct Stages {
     const RankChunks<GATHERS> chunks;
     const PeerBlocks peer_blocks;
     const EvenSplit split;
-    const bool through_scratch;  // whether results are
+    const bool through_scratch;  // whether results go through scratch
     u32 each;                    // vectors of an index in a stage; 32 bits, as registers are few
     u32 count;                   // how many stages there are, the same for all indices on all ranks
 
@@ -169,7 +169,7 @@ struct Stages {
             if (turn == 0 || turn > count) {
                 continue;
             }
-            // Before the first results are written into peers' memory, while the flags travel.
+            // Results are written into peers' memory from here on, so handshakes are awaited first, while the flags travel.
             if (GATHERS && turn == 1 && !await_handshakes<false>(session, call)) {
                 return false;
             }

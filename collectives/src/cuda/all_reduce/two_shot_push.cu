@@ -106,7 +106,7 @@ struct Push {
                 raise_flags(session, peer_blocks, ARRIVED, 1);
             }
         }
-        // While those flags travel.
+        // Handshakes are awaited while those flags travel.
         if (!await_handshakes<false>(session, call)) {
             return false;
         }
