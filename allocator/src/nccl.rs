@@ -186,8 +186,8 @@ impl Nccl {
         let mut window: *mut c_void = null_mut();
         let pointer = address as *mut c_void;
         let at = &raw mut window;
-        // SAFETY: the communicator is live (`NcclComm::new`), the memory is a segment of this rank's,
-        // mapped whole, and the window is written through a valid pointer.
+        // SAFETY: the communicator is live (`NcclComm::new`), NCCL maps the memory
+        // for its peers and touches none of it by itself, and the window is written through a valid pointer.
         let code = unsafe { register(comm.raw(), pointer, bytes as usize, at, SYMMETRIC) };
         self.finished(code, comm, deadline, doing)?;
         if window.is_null() {
@@ -251,11 +251,15 @@ impl Nccl {
         let mut texts = Vec::new();
         if let Some(error_text) = self.0.error_text {
             // SAFETY: takes any number, and returns a text that stays.
-            texts.push(text(unsafe { error_text(code) }));
+            let found = unsafe { error_text(code) };
+            // SAFETY: NCCL's text of an error is a C string that stays.
+            texts.push(unsafe { text(found) });
         }
         if let (Some(last_error), Some(comm)) = (self.0.last_error, comm) {
-            // SAFETY: the communicator is live (`NcclComm::new`); the text is copied at once.
-            texts.push(text(unsafe { last_error(comm.raw()) }));
+            // SAFETY: the communicator is live (`NcclComm::new`).
+            let found = unsafe { last_error(comm.raw()) };
+            // SAFETY: NCCL's text of the last error is a C string that stays until the next error, and is copied at once.
+            texts.push(unsafe { text(found) });
         }
         texts.retain(|text| !text.is_empty());
         Err(Error::system(doing(), format!("NCCL error {code}: {}", texts.join("; "))))
@@ -263,11 +267,15 @@ impl Nccl {
 }
 
 /// Copies a C string of NCCL.
-fn text(pointer: *const c_char) -> String {
+///
+/// # Safety
+///
+/// You must pass null or a C string.
+unsafe fn text(pointer: *const c_char) -> String {
     if pointer.is_null() {
         return String::new();
     }
-    // SAFETY: NCCL gives C strings.
+    // SAFETY: it is not null, so the caller promised a C string.
     unsafe { CStr::from_ptr(pointer) }.to_string_lossy().into_owned()
 }
 

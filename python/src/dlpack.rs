@@ -228,7 +228,8 @@ pub(crate) fn capsule<'py>(
         unsafe { (*held).managed.manager = held.cast() };
         // SAFETY: `held` comes from a box that nobody else has reached yet, so the field's place is valid.
         let pointer = unsafe { &raw mut (*held).managed };
-        wrap(py, pointer.cast(), VERSIONED, drop_versioned)
+        // SAFETY: `held` stays until `drop_versioned` or the consumer gives it back, and is of the kind with a version.
+        unsafe { wrap(py, pointer.cast(), VERSIONED, drop_versioned) }
     } else {
         let managed = Managed { tensor, manager: ptr::null_mut(), deleter: Some(delete) };
         let held = Box::into_raw(Box::new(HeldData {
@@ -241,19 +242,24 @@ pub(crate) fn capsule<'py>(
         unsafe { (*held).managed.manager = held.cast() };
         // SAFETY: `held` comes from a box that nobody else has reached yet, so the field's place is valid.
         let pointer = unsafe { &raw mut (*held).managed };
-        wrap(py, pointer.cast(), UNVERSIONED, drop_unversioned)
+        // SAFETY: `held` stays until `drop_unversioned` or the consumer gives it back, and is of the kind without a version.
+        unsafe { wrap(py, pointer.cast(), UNVERSIONED, drop_unversioned) }
     }
 }
 
-fn wrap<'py>(
+/// A capsule of a managed tensor.
+///
+/// # Safety
+///
+/// You must pass a live managed tensor of the kind that the name says, which the destructor gives back.
+unsafe fn wrap<'py>(
     py: Python<'py>,
     pointer: *mut c_void,
     name: &'static CStr,
     destructor: unsafe extern "C" fn(*mut ffi::PyObject),
 ) -> PyResult<Bound<'py, PyAny>> {
     let pointer = NonNull::new(pointer).expect("a field of a box");
-    // SAFETY: the pointer is to a live managed tensor of the kind that the name says; the
-    // destructor matches both.
+    // SAFETY: the caller promised a live managed tensor of the kind that the name says, and the destructor of both.
     let capsule =
         unsafe { PyCapsule::new_with_pointer_and_destructor(py, pointer, name, Some(destructor)) };
     Ok(capsule?.into_any())

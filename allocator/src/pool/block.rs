@@ -83,18 +83,16 @@ impl<T: Pod> Block<T> {
     /// Only for memory that the CPU can access; else [`Error::is_unsupported`]. The copy is not atomic: a peer
     /// that reads or writes the same elements at the same time may see, or leave, a mixture.
     pub fn write(&self, values: &[T]) -> Result<()> {
-        self.check_access(values.len())?;
-        super::access::write(self.as_ptr(), values);
-        Ok(())
+        super::access::write(self, values)
     }
 
     /// Copies the block's elements out. Access as in [`Block::write`].
     pub fn read(&self) -> Result<Vec<T>> {
-        self.check_access(self.len)?;
-        Ok(super::access::read(self.as_ptr(), self.len))
+        super::access::read(self)
     }
 
-    fn check_access(&self, count: usize) -> Result<()> {
+    /// Whether the CPU may access so many elements of it.
+    pub(super) fn check_access(&self, count: usize) -> Result<()> {
         let driver = self.lane.heap().driver();
         if !driver.host_accessible() {
             return Err(Error::unsupported(format!(

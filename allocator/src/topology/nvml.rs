@@ -81,7 +81,8 @@ fn ends(
         }
         // SAFETY: the handle is used while `nvml` and `device` live.
         let handle = unsafe { device.handle() };
-        let kind = kinds.and_then(|kinds| kinds.ask(handle.cast(), number));
+        // SAFETY: the handle is that of `device`, which lives.
+        let kind = kinds.and_then(|kinds| unsafe { kinds.ask(handle.cast(), number) });
         let remote = link.remote_pci_info().ok().map(|pci| (pci.domain, pci.bus, pci.device));
         ends.extend(end(kind, remote, known));
     }
@@ -136,9 +137,13 @@ impl RemoteKind {
     }
 
     /// Kind of device that a link leads to; `None` where NVML cannot tell.
-    fn ask(&self, device: *mut c_void, link: c_uint) -> Option<c_uint> {
+    ///
+    /// # Safety
+    ///
+    /// You must pass the handle of a device that NVML knows.
+    unsafe fn ask(&self, device: *mut c_void, link: c_uint) -> Option<c_uint> {
         let mut kind = Self::UNKNOWN;
-        // SAFETY: the device handle is live; one enumerator is written through a valid pointer.
+        // SAFETY: the caller promised a live handle; one enumerator is written through a valid pointer.
         let code = unsafe { (self.function)(device, link, &raw mut kind) };
         (code == 0).then_some(kind)
     }

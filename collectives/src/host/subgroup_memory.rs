@@ -192,7 +192,8 @@ impl SubgroupMemory {
     /// Whether every rank has let go of one of this rank's chunks.
     fn is_free(&self, chunk: &Chunk) -> bool {
         let start = self.base(self.pool.rank()) + BOARD + chunk.offset;
-        (0..chunk.world).all(|rank| left(start, rank).load(Ordering::Acquire) != 0)
+        // SAFETY: the chunk begins there, in this rank's block, which lives as long as `self`; its head has a word for each rank.
+        (0..chunk.world).all(|rank| unsafe { left(start, rank) }.load(Ordering::Acquire) != 0)
     }
 
     fn take_back(&self, offset: u64) {
@@ -222,10 +223,13 @@ fn head(world: u32) -> u64 {
 }
 
 /// Whether `rank` of a group has let go of the chunk that begins at an address.
-fn left<'a>(chunk: u64, rank: u32) -> &'a AtomicU32 {
+///
+/// # Safety
+///
+/// You must promise that a chunk's head begins there, with a word for this rank, and is mapped for `'a`.
+unsafe fn left<'a>(chunk: u64, rank: u32) -> &'a AtomicU32 {
     let at = (chunk + u64::from(rank) * size_of::<AtomicU32>() as u64) as *mut u32;
-    // SAFETY: within the head of a chunk, which has a word for each rank; callers have the memory mapped for as long as
-    // they use this; only ever used as this atomic.
+    // SAFETY: the caller promised a mapped head with this word, which is only ever used as this atomic.
     unsafe { AtomicU32::from_ptr(at) }
 }
 
@@ -322,7 +326,8 @@ impl Offer {
         for (rank, found) in ranks.iter().zip(found) {
             // A chunk's head is within the memory of its rank, whatever that has said.
             if let Some(at) = found.filter(|at| *at >= BOARD && at + PAGE <= BYTES) {
-                left(memory.base(*rank) + at, own).store(1, Ordering::Release);
+                // SAFETY: the page is within the rank's block, whose window lives as long as `memory`.
+                unsafe { left(memory.base(*rank) + at, own) }.store(1, Ordering::Release);
             }
         }
         memory.take_back(self.offset);
@@ -386,7 +391,8 @@ impl NestedMemory {
     /// Whether a rank has let go of its memory, as it does where its communicator ends.
     pub(crate) fn has_left(&self, rank: u32) -> bool {
         let own = self.chunks[self.pool.rank() as usize];
-        rank < self.world && left(own, rank).load(Ordering::Acquire) != 0
+        // SAFETY: the chunk's head has a word for each rank below `world`, and its window lives as long as `self`.
+        rank < self.world && unsafe { left(own, rank) }.load(Ordering::Acquire) != 0
     }
 
     /// All ranks have found this one's entry: it is free for another group.
@@ -409,7 +415,8 @@ impl Drop for NestedMemory {
             return;
         }
         for &chunk in &self.chunks {
-            left(chunk, self.pool.rank()).store(1, Ordering::Release);
+            // SAFETY: the chunk's head has a word for this rank, and its window lives as long as `self`.
+            unsafe { left(chunk, self.pool.rank()) }.store(1, Ordering::Release);
         }
         self.memory.take_back(self.offset);
     }

@@ -20,10 +20,23 @@ pub(super) struct LeaderError<'a> {
     pub(super) error: &'a Error,
 }
 
+/// The memory of a host in which its leader leaves notices.
+#[derive(Clone, Copy)]
+pub(super) struct NoticeBoard(*mut u8);
+
+impl NoticeBoard {
+    /// # Safety
+    ///
+    /// You must promise that the memory has `BOARD_BYTES` bytes for as long as the value is used, and is used for nothing else.
+    pub(super) unsafe fn at(memory: *mut u8) -> Self {
+        Self(memory)
+    }
+}
+
 impl LeaderError<'_> {
     /// Writes the notice. To be called by the leader before it declines a handshake, and so when all ranks of the host have
     /// read the notices of calls before.
-    pub(super) fn write(&self, board: *mut u8) {
+    pub(super) fn write(&self, board: NoticeBoard) {
         let text = self.error.message();
         let end = text.floor_char_boundary(BOARD_BYTES - TEXT);
         let ranks = self.error.ranks();
@@ -39,15 +52,15 @@ impl LeaderError<'_> {
         bytes[TEXT..][..end].copy_from_slice(&text.as_bytes()[..end]);
         // SAFETY: the board has as many bytes in a window of this host, and nobody reads or writes it before the handshake
         // that follows, as all ranks have come to the call by the one before.
-        unsafe { bytes.as_ptr().copy_to_nonoverlapping(board, BOARD_BYTES) };
+        unsafe { bytes.as_ptr().copy_to_nonoverlapping(board.0, BOARD_BYTES) };
     }
 
     /// The error of a call, if the leader has left one. To be called behind a handshake that the leader declined.
-    pub(super) fn read(board: *const u8, number: u64) -> Option<Error> {
+    pub(super) fn read(board: NoticeBoard, number: u64) -> Option<Error> {
         let mut bytes = vec![0; BOARD_BYTES];
         // SAFETY: the board has as many bytes in a window of this host; the leader writes it before the handshake that it
         // declined, and then not before this rank has come to the next call.
-        unsafe { board.copy_to_nonoverlapping(bytes.as_mut_ptr(), BOARD_BYTES) };
+        unsafe { board.0.copy_to_nonoverlapping(bytes.as_mut_ptr(), BOARD_BYTES) };
         let word = |nth: usize| {
             let bytes = &bytes[8 * nth..][..8];
             bytes.iter().rev().fold(0_u64, |word, byte| word << 8 | u64::from(*byte))
@@ -70,10 +83,12 @@ mod tests {
     fn notices_are_read_as_they_were_written_and_those_of_other_calls_are_not() {
         let mut board = vec![0; BOARD_BYTES];
         let error = Error::mismatch("they differ: \u{e9}".repeat(900)).naming(0..100);
-        LeaderError { number: 7, error: &error }.write(board.as_mut_ptr());
-        let found = LeaderError::read(board.as_ptr(), 7).unwrap();
+        // SAFETY: the vector has `BOARD_BYTES` bytes, and outlives the board.
+        let board = unsafe { NoticeBoard::at(board.as_mut_ptr()) };
+        LeaderError { number: 7, error: &error }.write(board);
+        let found = LeaderError::read(board, 7).unwrap();
         assert!(found.is_diverged() && error.message().starts_with(&found.message()));
         assert_eq!(found.ranks(), (0..64).collect::<Vec<u32>>());
-        assert!(LeaderError::read(board.as_ptr(), 8).is_none());
+        assert!(LeaderError::read(board, 8).is_none());
     }
 }

@@ -1,8 +1,10 @@
 //! Memory for data on its way from host to host: windows, so that the engine inside the host reads it in place.
 
+#![allow(unsafe_code)] // says where shared memory is
+
 use symmpool_allocator::HeapLayout;
 
-use super::notice_board::BOARD_BYTES;
+use super::notice_board::{BOARD_BYTES, NoticeBoard};
 use crate::types::place::Place;
 
 /// Bytes of staging in all. Pages that no call has used take no memory.
@@ -56,8 +58,10 @@ impl Staging {
     }
 
     /// The host's notice board.
-    pub(super) fn notice_board(&self) -> *mut u8 {
-        self.on_leader((STAGING + AREAS * AREA_BYTES) as u64)
+    pub(super) fn notice_board(&self) -> NoticeBoard {
+        // SAFETY: the board's bytes are the last of the leader's staging, a window that lives as long as `self`, and nothing else
+        // lies there.
+        unsafe { NoticeBoard::at(self.on_leader((STAGING + AREAS * AREA_BYTES) as u64)) }
     }
 
     /// Address in this process of a part of the leader's staging.

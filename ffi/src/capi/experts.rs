@@ -590,7 +590,7 @@ mod tests {
     #[test]
     fn every_quantization_has_its_number() {
         let ours = [Quantize::None, Quantize::Fp8, Quantize::Fp8Pow2, Quantize::Fp8Ue8m0];
-        for (ours, theirs) in ours.into_iter().zip(QUANTIZATIONS) {
+        for (ours, theirs) in ours.into_iter().zip(ExpertQuantization::ALL) {
             assert_eq!(ours as u32, theirs as u32);
         }
     }

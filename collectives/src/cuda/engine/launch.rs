@@ -216,26 +216,13 @@ impl CudaEngine {
         self.kernels.prepare(self.comm.rank, specs)
     }
 
-    /// Puts one copy of a call on the stream, by a copy engine: between buffers that the call's caller promised.
-    pub(in super::super) fn copy_by_engine(
-        &mut self,
-        to: u64,
-        from: u64,
-        bytes: u64,
-        stream: Stream,
-    ) -> Result<()> {
-        // SAFETY: callers copy from this rank's buffers, which their caller promised, to peers' scratch or outputs,
-        // which are windows at the same place, or from peers' inputs, which are such windows, to this rank's output.
-        unsafe { self.copy_outside_calls(to, from, bytes, stream) }
-    }
-
-    /// Puts one copy on the stream, by a copy engine, whatever it belongs to.
+    /// Puts one copy on the stream, by a copy engine.
     ///
     /// # Safety
     ///
     /// So many bytes are readable and writable on the device until the stream has done the copy, and nothing else touches
     /// them in a way that collides.
-    pub(in super::super) unsafe fn copy_outside_calls(
+    pub(in super::super) unsafe fn copy_by_engine(
         &self,
         to: u64,
         from: u64,

@@ -16,6 +16,7 @@ use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::params::{CallParams, ControlLayout};
+use crate::cuda::ops::copy_engine::reduce_arrived::PromisedReduction;
 
 impl CudaEngine {
     /// Reduces `count` elements of every rank's `input` into every rank's `output`, on `stream`.
@@ -171,11 +172,13 @@ impl KernelLauncher for CudaEngine {
 
     unsafe fn copy_all_reduce(&mut self, work: &ReductionCall, output_window: bool) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        unsafe { self.two_shot_copy(work, output_window) }
+        let work = unsafe { PromisedReduction::new(work) };
+        self.two_shot_copy(&work, output_window)
     }
 
     unsafe fn copy_reduce_scatter(&mut self, work: &ReductionCall) -> Result<()> {
         // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the call.
-        unsafe { self.scatter_by_copies(work) }
+        let work = unsafe { PromisedReduction::new(work) };
+        self.scatter_by_copies(&work)
     }
 }

@@ -117,7 +117,7 @@ impl CudaEngine {
         self.begin_outside_calls();
         // SAFETY: the caller promised that `from` is readable and `to` writable for `bytes` bytes until the stream is
         // past this, that they do not overlap, and that nobody else writes the one or touches the other.
-        unsafe { self.copy_outside_calls(to, from, bytes, stream) }
+        unsafe { self.copy_by_engine(to, from, bytes, stream) }
     }
 
     /// Signals the peer by memory operations. Where `acknowledged`, once it has taken the last signal, and behind the last

@@ -267,7 +267,8 @@ impl MailboxState {
             {
                 return Err(Error::mismatch("a peer's message is not as long as it says"));
             }
-            self.take(rank, &entry, data);
+            // SAFETY: `data` is where the segment has the entry's bytes, until the entry is passed below.
+            unsafe { self.take(rank, &entry, data) };
             if let Some(link) = &mut self.peer(rank).incoming {
                 link.segment.pass(&entry);
                 link.wake();
@@ -276,8 +277,12 @@ impl MailboxState {
         }
     }
 
-    /// Acts on one entry, whose bytes lie at `data` until it is passed.
-    fn take(&mut self, rank: u32, entry: &EntryHeader, data: *const u8) {
+    /// Acts on one entry.
+    ///
+    /// # Safety
+    ///
+    /// You must promise that the entry's bytes lie at `data` until this returns.
+    unsafe fn take(&mut self, rank: u32, entry: &EntryHeader, data: *const u8) {
         let (me, EntryHeader { number, tag, payload, .. }) = (self.rank, *entry);
         match entry.kind {
             EntryKind::Whole | EntryKind::Offer => {
@@ -291,11 +296,11 @@ impl MailboxState {
                 let (data_of, own) = (None, None);
                 let mut message = Unexpected { arrival, number, tag, payload, data: data_of, own };
                 match found.and_then(|at| self.posted.remove(at)) {
-                    // SAFETY: the entry's bytes, as many as its payload says.
+                    // SAFETY: the caller promised the entry's bytes, which are as many as its payload says.
                     Some(op) => unsafe { self.receive(&op, rank, &message, data) },
                     None => {
                         if !data.is_null() {
-                            // SAFETY: the entry's bytes, which are in the ring until it is passed.
+                            // SAFETY: the caller promised the entry's bytes.
                             let bytes =
                                 unsafe { std::slice::from_raw_parts(data, entry.bytes as usize) };
                             message.data = Some(bytes.into());

@@ -59,7 +59,8 @@ impl CudaEngine {
         self.begin_pieces(call, stream, &others)?;
         let own = to + u64::from(rank) * part;
         if own != from {
-            self.copy_by_engine(own, from, part, local)?;
+            // SAFETY: the caller promised that the input has a part, and the output one for each rank: this is this rank's.
+            unsafe { self.copy_by_engine(own, from, part, local) }?;
         }
         for (nth, range) in ranges.iter().enumerate() {
             let bytes = range.end - range.start;
@@ -68,14 +69,18 @@ impl CudaEngine {
             }
             for peer in &peers {
                 let there = self.slot_from(rank, *peer) + slot(nth, room);
-                self.copy_by_engine(there, from + range.start, bytes, copies)?;
+                // SAFETY: the range lies within the part that the caller promised. The peer's scratch is a window, in which
+                // this slot is this rank's alone and has room for a piece; the peer has emptied it.
+                unsafe { self.copy_by_engine(there, from + range.start, bytes, copies) }?;
             }
             self.signal_behind_copies(&peers, filled(nth))?;
             self.await_copied(&peers, filled(nth), local)?;
             for peer in &peers {
                 let here = self.slot_from(*peer, rank) + slot(nth, room);
                 let there = to + u64::from(*peer) * part + range.start;
-                self.copy_by_engine(there, here, bytes, local)?;
+                // SAFETY: the caller promised that the output has a part for each rank, and this is a range of the peer's. The
+                // peer has filled the slot of this rank's scratch, and fills it again when it was told to.
+                unsafe { self.copy_by_engine(there, here, bytes, local) }?;
             }
             if nth + SLOTS < ranges.len() {
                 self.signal_copied(&peers, emptied(nth), local)?;

@@ -19,10 +19,10 @@ use std::ops::Range;
 use symmpool_allocator::Result;
 
 use super::pieces::equal_pieces;
+use super::reduce_arrived::PromisedReduction;
 use super::reduce_arrived::{ByteRange, Copied, within};
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 
 /// The rounds of shares of `share` bytes, each in two halves. Rounds have about equal lengths of at most `room`
@@ -37,25 +37,19 @@ fn rounds(share: u64, room: u64) -> impl Iterator<Item = [ByteRange; 2]> {
 impl CudaEngine {
     /// Runs an all-reduce as one call with the data, and one handshake at its end: when a rank has taken part in
     /// that, what it copied to its peers has arrived, and what they copied to it has been reduced.
-    ///
-    /// # Safety
-    ///
-    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
-    pub(in crate::cuda) unsafe fn two_shot_copy(
+    pub(in crate::cuda) fn two_shot_copy(
         &mut self,
-        work: &ReductionCall,
+        work: &PromisedReduction,
         output_window: bool,
     ) -> Result<()> {
         if self.goes_in_pieces() || !output_window {
-            // SAFETY: the caller promised that the input and output of `work` are there until the stream has done the
-            // call.
-            unsafe { self.two_shot_copy_in_pieces(work) }
+            self.two_shot_copy_in_pieces(work)
         } else {
             self.two_shot_copy_in_rounds(work)
         }
     }
 
-    fn two_shot_copy_in_rounds(&mut self, work: &ReductionCall) -> Result<()> {
+    fn two_shot_copy_in_rounds(&mut self, work: &PromisedReduction) -> Result<()> {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         let Some((&last, all_but_last)) = peers.split_last() else {
             return self.handshake_only(work.call, work.stream);
@@ -101,10 +95,12 @@ impl CudaEngine {
 
     /// Copies a range of this rank's results into a peer's output. If the call is in place, the peer no longer
     /// needs what it had there: it was sent before the kernel reduced.
-    fn copy_result(&mut self, work: &ReductionCall, peer: u32, range: ByteRange) -> Result<()> {
+    fn copy_result(&mut self, work: &PromisedReduction, peer: u32, range: ByteRange) -> Result<()> {
         let (from, bytes) = within(work.share(self.rank(), self.world()), range);
         let to = self.at_peer(work.output, peer) + from;
-        self.copy_by_engine(to, work.output + from, bytes, self.copy_stream)
+        // SAFETY: the promises of `work` are kept, and its output is a window at one offset of all ranks, as the handshake has
+        // compared. The range is this rank's share of it, which nobody else writes.
+        unsafe { self.copy_by_engine(to, work.output + from, bytes, self.copy_stream) }
     }
 }
 

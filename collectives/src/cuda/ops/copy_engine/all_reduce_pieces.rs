@@ -18,9 +18,9 @@
 use symmpool_allocator::Result;
 
 use super::pieces::{PiecewiseReduction, emptied, slot};
+use super::reduce_arrived::PromisedReduction;
 use super::reduce_arrived::within;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::layout::memory_channels::SLOTS;
 use crate::cuda::layout::piece_slots::SLOTS_OF_BOTH;
 
@@ -40,12 +40,10 @@ fn taken(nth: usize) -> usize {
 }
 
 impl CudaEngine {
-    /// # Safety
-    ///
-    /// You must keep the promises of [`CudaEngine::all_reduce`], for the input and output of `work`.
-    pub(in crate::cuda) unsafe fn two_shot_copy_in_pieces(
+    /// Runs an all-reduce in pieces, of which several are under way.
+    pub(in crate::cuda) fn two_shot_copy_in_pieces(
         &mut self,
-        work: &ReductionCall,
+        work: &PromisedReduction,
     ) -> Result<()> {
         let call = self.plan_reduction(work, SLOTS_OF_BOTH, LONGEST)?;
         let others = [self.companion_stream, self.result_stream];
@@ -77,14 +75,18 @@ impl CudaEngine {
         let (from, bytes) = within(work.share(self.rank(), self.world()), range.clone());
         for peer in peers {
             let to = self.slot_from(self.rank(), *peer) + slot;
-            self.copy_by_engine(to, work.output + from, bytes, copies)?;
+            // SAFETY: the promises of `work` are kept, and the range is this rank's share of its output. The peer's scratch is a
+            // window, in which this slot is this rank's alone and has room for a piece; the peer has emptied it.
+            unsafe { self.copy_by_engine(to, work.output + from, bytes, copies) }?;
         }
         self.signal_copied(peers, emptied(nth), copies)?;
         self.await_copied(peers, emptied(nth), local)?;
         for peer in peers {
             let (to, bytes) = within(work.share(*peer, self.world()), range.clone());
             let from = self.slot_from(*peer, self.rank()) + slot;
-            self.copy_by_engine(work.output + to, from, bytes, local)?;
+            // SAFETY: the promises of `work` are kept, and the range is the peer's share of its output, which nothing else
+            // writes. The peer has filled the slot of this rank's scratch, and fills it again when it was told to.
+            unsafe { self.copy_by_engine(work.output + to, from, bytes, local) }?;
         }
         self.record(taken(nth), local)
     }

@@ -15,12 +15,12 @@ use std::ops::Range;
 use symmpool_allocator::{Result, Stream};
 
 use super::reduce_arrived::Copied;
+use super::reduce_arrived::PromisedReduction;
 use crate::call::CallDescription;
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::engine::memory_operations::MemoryOperations;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
-use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::{PIECE_CHANNELS, SLOTS};
 use crate::cuda::layout::piece_slots::{SHORTEST, pays_off, room};
@@ -59,7 +59,7 @@ pub(in crate::cuda) fn emptied(nth: usize) -> u32 {
 /// A reduction that goes in pieces.
 pub(in crate::cuda) struct PiecewiseReduction {
     kernel: LoadedKernel,
-    pub(in crate::cuda) work: ReductionCall,
+    pub(in crate::cuda) work: PromisedReduction,
     /// The pieces of every share.
     pub(in crate::cuda) ranges: Vec<Range<u64>>,
     /// Bytes of a slot.
@@ -163,7 +163,7 @@ impl CudaEngine {
     /// Returns what a reduction in pieces needs, with so many slots for each peer.
     pub(in crate::cuda) fn plan_reduction(
         &mut self,
-        work: &ReductionCall,
+        work: &PromisedReduction,
         slots: usize,
         longest: u64,
     ) -> Result<PiecewiseReduction> {
@@ -174,7 +174,7 @@ impl CudaEngine {
         // Ranks on which the same algorithm is not in pieces differ in this.
         let call = work.call.peer_blocks(ranges.len() as u32);
         let peers = self.peers_in_rotated_order().collect();
-        let work = ReductionCall { call, ..*work };
+        let work = work.described(call);
         Ok(PiecewiseReduction { kernel, work, ranges, room, peers })
     }
 

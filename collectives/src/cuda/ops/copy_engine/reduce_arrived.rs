@@ -2,10 +2,11 @@
 
 #![allow(unsafe_code)] // launches with addresses, about which callers promise
 
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 use symmpool_allocator::Result;
 
+use crate::call::CallDescription;
 use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::loaded_kernel::LoadedKernel;
 use crate::cuda::kernel::reduction_call::ReductionCall;
@@ -32,19 +33,48 @@ pub(in crate::cuda) fn within((begin, length): (u64, u64), range: ByteRange) -> 
     (begin + from, end - from)
 }
 
+/// A call whose promises are kept, so that what puts its copies and kernels on streams can be safe.
+#[derive(Clone, Copy)]
+pub(in crate::cuda) struct PromisedReduction(ReductionCall);
+
+impl PromisedReduction {
+    /// # Safety
+    ///
+    /// You must keep the promises of [`ReductionCall`].
+    pub(in crate::cuda) unsafe fn new(work: &ReductionCall) -> Self {
+        Self(*work)
+    }
+
+    /// The call of the same data with another description.
+    pub(in crate::cuda) fn described(&self, call: CallDescription) -> Self {
+        Self(ReductionCall { call, ..self.0 })
+    }
+}
+
+impl Deref for PromisedReduction {
+    type Target = ReductionCall;
+
+    fn deref(&self) -> &ReductionCall {
+        &self.0
+    }
+}
+
 impl CudaEngine {
     /// Copies a range of a peer's share of this rank's input into that peer's scratch, `offset` bytes into
     /// this rank's slot there.
     pub(in crate::cuda) fn copy_input(
         &mut self,
-        work: &ReductionCall,
+        work: &PromisedReduction,
         peer: u32,
         range: ByteRange,
         offset: u64,
     ) -> Result<()> {
         let to = self.slot_from(self.rank(), peer) + offset;
         let (from, bytes) = within(work.share(peer, self.world()), range);
-        self.copy_by_engine(to, work.input + from, bytes, self.copy_stream)
+        assert!(offset + bytes <= self.control.scratch_room(self.world()), "scratch has no room");
+        // SAFETY: the range lies within the input of `work`, whose promises are kept. The peer's scratch is a window, in
+        // which the slot is this rank's alone and has the room, and no kernel reads the slot until it was told of the copy.
+        unsafe { self.copy_by_engine(to, work.input + from, bytes, self.copy_stream) }
     }
 
     /// Where what one rank sends to another one lies in that one's scratch.
@@ -57,7 +87,7 @@ impl CudaEngine {
     pub(in crate::cuda) fn reduce_copied(
         &self,
         kernel: LoadedKernel,
-        work: &ReductionCall,
+        work: &PromisedReduction,
         range: ByteRange,
         copied: Copied,
     ) -> Result<()> {
@@ -72,8 +102,8 @@ impl CudaEngine {
         };
         let params = CallParams { input, output, bytes, stride, root, ..work.params() };
         let grid = (kernel.resident(THREADS).min(kernel.budget.most_blocks), THREADS);
-        // SAFETY: the caller of the collective promised that the input and output of `work` are there until the stream
-        // has done the call; the range lies within them. Nothing is copied from it until the kernel has run.
+        // SAFETY: the promises of `work` are kept: its input and output are there until the stream has done the call. The range
+        // lies within them, and nothing is copied from it until the kernel has run.
         unsafe { self.launch_unordered(kernel, grid, &self.comm, &params, None, work.stream) }
     }
 }

@@ -25,10 +25,10 @@ use symmpool_allocator::Result;
 
 use super::pieces::{emptied, equal_pieces};
 use super::reduce_arrived::Copied;
+use super::reduce_arrived::PromisedReduction;
 use crate::algorithm::COPY;
 use crate::cuda::all_reduce::two_shot_copy;
 use crate::cuda::engine::CudaEngine;
-use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::SLOTS;
 
@@ -79,10 +79,8 @@ fn halved(mut left: Range<u64>, shortest: u64) -> Vec<Range<u64>> {
 }
 
 impl CudaEngine {
-    /// # Safety
-    ///
-    /// You must keep the promises of [`CudaEngine::reduce_scatter`], for the input and output of `work`.
-    pub(in crate::cuda) unsafe fn scatter_by_copies(&mut self, work: &ReductionCall) -> Result<()> {
+    /// Runs a reduce-scatter whose data copy engines carry.
+    pub(in crate::cuda) fn scatter_by_copies(&mut self, work: &PromisedReduction) -> Result<()> {
         if self.goes_in_pieces() {
             let from_windows = work.call.has_input_window() && !work.call.is_in_place();
             if from_windows && self.world() == 2 {
@@ -95,7 +93,7 @@ impl CudaEngine {
         }
     }
 
-    fn scatter_behind_barriers(&mut self, work: &ReductionCall) -> Result<()> {
+    fn scatter_behind_barriers(&mut self, work: &PromisedReduction) -> Result<()> {
         let peers: Vec<u32> = self.peers_in_rotated_order().collect();
         let reduction = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let reduce = self.kernel(reduction)?.after_copies();
@@ -130,12 +128,12 @@ impl CudaEngine {
         self.handshake_after_copies(call, kernels)
     }
 
-    fn scatter_from_windows(&mut self, work: &ReductionCall) -> Result<()> {
+    fn scatter_from_windows(&mut self, work: &PromisedReduction) -> Result<()> {
         let ranges = halved(0..work.bytes, SHORTEST.max(work.bytes / LAST_OF));
         // Ranks on which the same algorithm is not in such pieces differ in this.
         let call = work.call.algorithm(COPY).peer_blocks(ranges.len() as u32);
         tracing::debug!(part = work.bytes, pieces = ranges.len(), from = "windows", %call);
-        let work = &ReductionCall { call, ..*work };
+        let work = &work.described(call);
         let reduction = KernelSpec::reduces(&two_shot_copy::KERNEL, (work.dtype, work.op));
         let kernel = self.kernel(reduction)?.without_waits().after_copies();
         let (copies, kernels) = (self.copy_stream, work.stream);
@@ -146,15 +144,17 @@ impl CudaEngine {
             self.at_peer(work.input, 1 - self.rank()) + u64::from(self.rank()) * work.stride;
         for range in ranges {
             let (from, to) = (theirs + range.start, work.output + range.start);
-            self.copy_by_engine(to, from, range.end - range.start, copies)?;
+            // SAFETY: the promises of `work` are kept, and its inputs are windows at one offset of all ranks, as the handshake
+            // has compared. The range lies within the peer's input for this rank, and within this rank's output.
+            unsafe { self.copy_by_engine(to, from, range.end - range.start, copies) }?;
             self.fork(copies, kernels)?;
             self.reduce_copied(kernel, work, range, Copied::InOutput)?;
         }
         self.handshake_after_copies(call, kernels)
     }
 
-    fn scatter_in_pieces(&mut self, work: &ReductionCall) -> Result<()> {
-        let work = &ReductionCall { call: work.call.algorithm(COPY), ..*work };
+    fn scatter_in_pieces(&mut self, work: &PromisedReduction) -> Result<()> {
+        let work = &work.described(work.call.algorithm(COPY));
         let call = self.plan_reduction(work, SLOTS, LONGEST)?;
         let others = Vec::from_iter(self.stream_of_waits(call.ranges.len()));
         self.begin_pieces(call.work.call, work.stream, &others)?;

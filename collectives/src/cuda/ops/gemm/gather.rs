@@ -37,7 +37,10 @@ impl CudaEngine {
             first_parts: 1,
             scratch: gather.scratch,
         };
-        let send = |engine: &mut Self, copies| engine.send_rows(gather, copies);
+        let send = |engine: &mut Self, copies| {
+            // SAFETY: the caller promised that the rows are readable and that the slots are windows, until the call is done.
+            unsafe { engine.send_rows(gather, copies) }
+        };
         // SAFETY: the caller promised that the matrices are there until the stream has done the call, that nothing else
         // touches them, and that `slots` and `control` are windows at one place; maps and slots have the sizes that the
         // products were checked for.
@@ -94,7 +97,12 @@ impl CudaEngine {
     }
 
     /// Copies this rank's rows to all others, the next one first.
-    fn send_rows(&mut self, gather: &MatmulGather<'_>, copies: Stream) -> Result<()> {
+    ///
+    /// # Safety
+    ///
+    /// You must promise that the rows are readable, and that the slots are windows of the same offset on all ranks, until the
+    /// call is done.
+    unsafe fn send_rows(&mut self, gather: &MatmulGather<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = MatmulControl { begin: gather.control, world: world.into() };
         let part = gather.part_bytes() as u64;
@@ -106,8 +114,9 @@ impl CudaEngine {
                 let (begin, end) = gather.chunk(chunk);
                 let (from, to) =
                     (gather.left.begin + begin, self.at_peer(slot(rank) + begin, peer));
-                // SAFETY: the rows are the caller's, and the slots are windows, as it promised.
-                unsafe { self.copy_outside_calls(to, from, end - begin, copies) }?;
+                // SAFETY: the caller promised that the rows are readable and that the slots are windows. A chunk lies within both,
+                // and this rank alone writes its slots.
+                unsafe { self.copy_by_engine(to, from, end - begin, copies) }?;
                 let sent = control.sent(peer, chunk);
                 self.memory_operations.write_and_await_own(Some(sent), None, copies)?;
             }

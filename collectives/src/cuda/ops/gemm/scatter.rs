@@ -38,7 +38,10 @@ impl CudaEngine {
             first_parts: self.world() - 1,
             scratch: scatter.scratch,
         };
-        let send = |engine: &mut Self, copies| engine.send_parts(scatter, copies);
+        let send = |engine: &mut Self, copies| {
+            // SAFETY: the caller promised that the parts are windows, until the call is done.
+            unsafe { engine.send_parts(scatter, copies) }
+        };
         // SAFETY: the caller promised that the matrices are there until the stream has done the call, that nothing else
         // touches them, and that `parts` and `control` are windows at one place; maps and parts have the sizes that the
         // product was checked for.
@@ -91,7 +94,11 @@ impl CudaEngine {
     }
 
     /// Copies each chunk to its rank when the kernel has made it.
-    fn send_parts(&mut self, scatter: &MatmulScatter<'_>, copies: Stream) -> Result<()> {
+    ///
+    /// # Safety
+    ///
+    /// You must promise that the parts are windows of the same offset on all ranks, until the call is done.
+    unsafe fn send_parts(&mut self, scatter: &MatmulScatter<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = MatmulControl { begin: scatter.control, world: world.into() };
         let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles(world));
@@ -112,8 +119,9 @@ impl CudaEngine {
                 let theirs = u64::from(world - 1) + u64::from(world - distance - 1);
                 let to = scatter.parts + theirs * part as u64 + within;
                 let bytes = (tiles * TILE_BYTES) as u64;
-                // SAFETY: both are within the parts, which the caller promised are windows.
-                unsafe { self.copy_outside_calls(self.at_peer(to, peer), from, bytes, copies) }?;
+                // SAFETY: the caller promised that the parts are windows. The chunk lies within the part for the peer, and within
+                // the one that the peer has for this rank's, which nobody else writes.
+                unsafe { self.copy_by_engine(self.at_peer(to, peer), from, bytes, copies) }?;
                 sent = Some(control.sent(peer, chunk));
             }
         }
