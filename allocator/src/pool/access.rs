@@ -10,41 +10,46 @@ use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use bytemuck::Pod;
 
-use super::Block;
+use super::block::Block;
 use crate::Result;
 
-/// Copies `values` to the beginning of a block.
-pub(super) fn write<T: Pod>(to: &Block<T>, values: &[T]) -> Result<()> {
-    to.check_access(values.len())?;
-    let (words, rest) = bytemuck::cast_slice::<T, u8>(values).as_chunks::<8>();
-    let to = to.as_ptr().cast::<u8>();
-    for (at, word) in words.iter().enumerate() {
-        // SAFETY: the block is borrowed, and has as many elements, in which this word lies.
-        unsafe { word_at(to, at) }.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
+impl<T: Pod> Block<T> {
+    /// Copies `values` to the start of the block.
+    ///
+    /// Only for memory that the CPU can access; else [`Error::is_unsupported`](crate::Error::is_unsupported). The copy is not
+    /// atomic: a peer that reads or writes the same elements at the same time may see, or leave, a mixture.
+    pub fn write(&self, values: &[T]) -> Result<()> {
+        self.check_access(values.len())?;
+        let (words, rest) = bytemuck::cast_slice::<T, u8>(values).as_chunks::<8>();
+        let to = self.as_ptr().cast::<u8>();
+        for (at, word) in words.iter().enumerate() {
+            // SAFETY: the block is borrowed, and has as many elements, in which this word lies.
+            unsafe { word_at(to, at) }.store(u64::from_ne_bytes(*word), Ordering::Relaxed);
+        }
+        for (at, byte) in rest.iter().enumerate() {
+            // SAFETY: the block is borrowed, and has as many elements, in which this byte lies.
+            unsafe { byte_at(to, words.len() * 8 + at) }.store(*byte, Ordering::Relaxed);
+        }
+        Ok(())
     }
-    for (at, byte) in rest.iter().enumerate() {
-        // SAFETY: the block is borrowed, and has as many elements, in which this byte lies.
-        unsafe { byte_at(to, words.len() * 8 + at) }.store(*byte, Ordering::Relaxed);
-    }
-    Ok(())
-}
 
-/// Copies the elements of a block.
-pub(super) fn read<T: Pod>(from: &Block<T>) -> Result<Vec<T>> {
-    from.check_access(from.len())?;
-    let mut values = vec![T::zeroed(); from.len()];
-    let (words, rest) = bytemuck::cast_slice_mut::<T, u8>(&mut values).as_chunks_mut::<8>();
-    let from = from.as_ptr().cast::<u8>();
-    for (at, word) in words.iter_mut().enumerate() {
-        // SAFETY: the block is borrowed, and this word lies within it.
-        *word = unsafe { word_at(from, at) }.load(Ordering::Relaxed).to_ne_bytes();
+    /// Copies the block's elements out. Access as in [`Block::write`].
+    pub fn read(&self) -> Result<Vec<T>> {
+        self.check_access(self.len())?;
+        let mut values = vec![T::zeroed(); self.len()];
+        let (words, rest) = bytemuck::cast_slice_mut::<T, u8>(&mut values).as_chunks_mut::<8>();
+        let from = self.as_ptr().cast::<u8>();
+        for (at, word) in words.iter_mut().enumerate() {
+            // SAFETY: the block is borrowed, and this word lies within it.
+            *word = unsafe { word_at(from, at) }.load(Ordering::Relaxed).to_ne_bytes();
+        }
+        let bytes = words.len() * 8;
+        for (at, byte) in rest.iter_mut().enumerate() {
+            // SAFETY: the block is borrowed, and this byte lies within it.
+            *byte = unsafe { byte_at(from, bytes + at) }.load(Ordering::Relaxed);
+        }
+        Ok(values)
     }
-    let bytes = words.len() * 8;
-    for (at, byte) in rest.iter_mut().enumerate() {
-        // SAFETY: the block is borrowed, and this byte lies within it.
-        *byte = unsafe { byte_at(from, bytes + at) }.load(Ordering::Relaxed);
-    }
-    Ok(values)
 }
 
 /// Word number `at` of a block that begins at `base`.

@@ -78,19 +78,6 @@ impl<T: Pod> Block<T> {
         Ok(heap.layout().peer(heap.slot_of(rank)?, self.address())? as *mut T)
     }
 
-    /// Copies `values` to the start of the block.
-    ///
-    /// Only for memory that the CPU can access; else [`Error::is_unsupported`]. The copy is not atomic: a peer
-    /// that reads or writes the same elements at the same time may see, or leave, a mixture.
-    pub fn write(&self, values: &[T]) -> Result<()> {
-        super::access::write(self, values)
-    }
-
-    /// Copies the block's elements out. Access as in [`Block::write`].
-    pub fn read(&self) -> Result<Vec<T>> {
-        super::access::read(self)
-    }
-
     /// Whether the CPU may access so many elements of it.
     pub(super) fn check_access(&self, count: usize) -> Result<()> {
         let driver = self.lane.heap().driver();
