@@ -346,7 +346,7 @@ mod tests {
         drop(b);
         match buffer.receive(0, &a).unwrap() {
             ReceivedPacket::Packet { frame, fds } => {
-                assert_eq!((frame, fds.len()), (&b"last"[..], 1))
+                assert_eq!((frame, fds.len()), (&b"last"[..], 1));
             }
             other => panic!("{other:?}"),
         }
