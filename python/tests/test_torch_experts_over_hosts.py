@@ -1,5 +1,6 @@
 """Dispatch to experts and combine over pretended hosts, compared with plain PyTorch."""
 
+import json
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import test_torch_experts as on_one_host
 import test_torch_experts_gradients as gradients
 import torch
 from ranks import run, values
+from test_torch import torchrun
 from test_torch_experts import BFLOAT16, check_received, make, same
 
 import symmpool
@@ -216,3 +218,20 @@ def test_a_host_that_is_gone_is_an_error_within_the_deadline(phase, how):
         assert kind in ("TimeoutError", "PeerLostError", "Error"), (kind, text)
         # The communicator's timeout, that of gloo behind it, and the look for a reason.
         assert took < 20 and "host b" in text, (took, text)
+
+
+def test_a_token_crosses_once_to_each_host(tmp_path):
+    report = tmp_path / "report.json"
+    few = ["--tokens", "128", "--hidden", "2048", "--experts", "64", "--top-k", "8", "--routing", "uniform"]
+    once = ["--rounds", "1", "--calls", "1", "--replays", "1", "--peers", "all-to-all"]
+    status, output, errors = torchrun(
+        4, "--pretend", "2", *few, *once, "--cases", "exact", "--json", str(report), benchmark="experts"
+    )
+    assert status == 0, output + errors
+    found = json.loads(report.read_text())
+    assert found["hosts"] == [[0, 1], [2, 3]] and "crossed hosts" in output
+    [row] = found["results"]
+    ours, flat = (row["crossed_hosts"][name] for name in ("ours", "all-to-all"))
+    assert ours["least"] == flat["least"] > 0
+    # The row, and what all ranks tell each other.
+    assert ours["least"] < ours["bytes"] <= 1.02 * ours["least"] and flat["bytes"] > 1.5 * ours["least"]
