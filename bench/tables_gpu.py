@@ -506,6 +506,7 @@ MORE = {
     "gpu_matmuls": everywhere(tables_models.matmuls),
     "gpu_training": everywhere(tables_models.training),
     "gpu_training_client": everywhere(tables_models.training_client),
+    "gpu_training_client_one": everywhere(tables_models.training_client_one),
     "gpu_compiled": (
         *everywhere(tables_models.training_compiled),
         *everywhere(tables_models.decoding_compiled),
