@@ -117,7 +117,7 @@ def measurements():
         it("training", "FSDP2, DDP, tensor parallelism and decoding of a Llama, compared with NCCL", 380, 590,
            lambda w: w.bench("training", "--kinds", "fsdp,ddp,tp,decode,decode_graph",
                              *w.pick([], ["--rounds", "1", "--steps", "5"]))),
-        *(it(f"training_client{name}", f"FSDP2 of a program that reads every loss, {threads} of the host", 400, 590,
+        *(it(f"training_client{name}", f"FSDP2 of a program that reads every loss, {threads}", 400, 590,
              lambda w, threads=threads: w.bench(
                  "training", "--kinds", "fsdp", "--vocabulary", "32000", "--optimizer", "foreach",
                  "--each-step", "--threads", threads[0],
