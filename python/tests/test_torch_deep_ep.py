@@ -188,6 +188,33 @@ def test_low_latency_mode(world, top_k, experts):
     values(world, low_latency_mode, 5, top_k, experts)
 
 
+def declined_zero_copy(group):
+    """A combine that one rank declines leaves the rows that all have filled for the next try."""
+    me, world, tokens, hidden, experts = group.rank, group.world, 4, 128, 2 * group.world
+    buffer = deep_ep.Buffer(group, low_latency_mode=True)
+    routing = low_latency_routing(9, world, hidden, 2, experts, tokens)
+    x, ids, weights = routing.x[me], routing.ids[me], routing.weights[me]
+    rows, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts, use_fp8=False)
+    found, declined = [], 0
+    for scale in (1.0, 2.0, 3.0):
+        filled = buffer.get_next_low_latency_combine_buffer(handle)
+        filled.copy_(rows * scale)
+        wrong = ids.int() if me == 1 and scale == 3.0 else ids
+        try:
+            found.append(buffer.low_latency_combine(filled, wrong, weights, handle, zero_copy=True)[0])
+        except symmpool.Error:
+            declined += 1
+            found.append(buffer.low_latency_combine(filled, ids, weights, handle, zero_copy=True)[0])
+    used = torch.where(ids >= 0, weights, 0).sum(1, keepdim=True)
+    assert declined == 1 and all(
+        difference(sums, scale * x * used) < 1e-5 for sums, scale in zip(found, (1.0, 2.0, 3.0), strict=True)
+    )
+
+
+def test_a_declined_combine_without_copy_may_be_made_again():
+    values(2, declined_zero_copy)
+
+
 LATE = 0.3
 
 

@@ -12,7 +12,7 @@ from test_torch_distributed import begin
 import symmpool
 from symmpool.engines import nccl_communicator
 from symmpool.engines.nccl_communicator import derived, is_derived
-from symmpool.errors import InvalidArgumentError, UnsupportedError
+from symmpool.errors import InvalidArgumentError, InvalidStateError, UnsupportedError
 
 
 class PyNcclCommunicator:
@@ -39,6 +39,22 @@ def never():
 CPU = torch.device("cpu")
 
 
+def batches(made, me, world):
+    """A scatter within a batch sends nothing before that ends, and one that fails leaves no batch."""
+    into, part = torch.empty(3), torch.empty(1)
+    made.group_start()
+    made.scatter(part, torch.arange(float(world)) if me == 0 else None, [1] * world, 0)
+    made.recv(into, (me - 1) % world)
+    made.send(torch.full((3,), float(me)), (me + 1) % world)
+    made.group_end()
+    right = [into.tolist() == [float((me - 1) % world)] * 3, part.tolist() == [float(me)]]
+    with pytest.raises(RuntimeError) if me == 0 else contextlib.nullcontext():
+        made.scatter(torch.empty(2), torch.zeros(world) if me == 0 else None, [1] + [0] * (world - 1), 0)
+    with pytest.raises(InvalidStateError, match=f"group_end on rank {me}: call group_start first"):
+        made.group_end()
+    return right
+
+
 def sglangs(group, folder):
     """SGLang's form: sums in place, disabled until it is turned on, sizes beside each gather."""
     me, world = begin(group, folder)
@@ -55,6 +71,9 @@ def sglangs(group, folder):
         right.append(x.tolist() == [6.0] * 4)
         made.all_reduce(x, dist.ReduceOp.MAX)
         right.append(x.tolist() == [6.0] * 4)
+        y = torch.full((4,), me + 1.0)
+        made.all_reduce(y, op=dist.ReduceOp.MAX, stream=None)
+        right.append(y.tolist() == [3.0] * 4)
         sizes = [2, 0, 1]
         every = torch.cat([torch.full((size, 2), float(rank)) for rank, size in enumerate(sizes)])
         found = torch.empty(3, 2)
@@ -78,6 +97,7 @@ def sglangs(group, folder):
         made.send(torch.full((3,), float(me)), (me + 1) % world)
         made.group_end()
         right.append(into.tolist() == [float((me - 1) % world)] * 3)
+        right += batches(made, me, world)
     right.append(made.disabled)
     # NCCL alone has windows, and gathers that its copy engines make.
     right.append(type(kind(dist.group.WORLD, CPU, None, True)) is PyNcclCommunicator)

@@ -460,6 +460,8 @@ def test_interrupts_end_no_process_in_the_middle_of_a_transfer():
                 except KeyboardInterrupt:
                     seen += 1
                     time.sleep(0.5)
+                except symmpool.TimeoutError:
+                    pass  # on a loaded machine interrupts come later
             calm(9)
             x.fill_(3)
             print("interrupted", seen)

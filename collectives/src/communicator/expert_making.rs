@@ -50,7 +50,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         };
         let region = block.address() as *mut u8;
         // SAFETY: the block has as many bytes, and the caller promises the rest.
-        let buffer = unsafe { Self::at(comm, shape, num_sms, region) }?;
+        let buffer = unsafe { Self::in_region(comm, shape, num_sms, region) }?;
         Ok((block, if any_layout { buffer.with_any_layout() } else { buffer }))
     }
 }

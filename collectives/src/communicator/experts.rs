@@ -75,21 +75,45 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         let memory = ExpertMemory::new(comm.pool(), CONTROL_LANE, bytes)?;
         let region = memory.block().address();
         // SAFETY: the memory is new, has as many bytes, and is kept by the value.
-        let buffer = unsafe { Self::at(comm, shape, num_sms, region as *mut u8) }?;
+        let buffer = unsafe { Self::in_region(comm, shape, num_sms, region as *mut u8) }?;
         Ok(Self { _memory: Some(memory), ..buffer })
     }
 
-    /// A buffer in memory of the caller, of [`Self::region_bytes`] bytes.
+    /// A buffer in memory of the caller.
     ///
     /// # Errors
     ///
-    /// The errors of [`Self::new`].
+    /// The errors of [`Self::new`]; `is_unsupported` where hosts have different numbers of ranks, as buffers need more memory
+    /// there.
     ///
     /// # Safety
     ///
-    /// `region` is a block of the communicator's pool, at the same offset on every rank, that stays allocated while the
-    /// value and calls of it live. Nobody but its calls writes it.
+    /// `region` is a block of the communicator's pool of at least [`Self::region_bytes`] bytes, at the same offset on every
+    /// rank, that stays allocated while the value and calls of it live. Nobody but its calls writes it.
     pub unsafe fn at(
+        comm: C,
+        shape: ExpertShape,
+        num_sms: Option<u32>,
+        region: *mut u8,
+    ) -> Result<Self> {
+        let needed = comm.expert_region_bytes(&shape.checked(comm.rank(), comm.world())?);
+        if needed > Self::region_bytes(shape, comm.rank(), comm.world())? {
+            return Err(Error::unsupported(format!(
+                "experts on rank {}: a buffer in memory of the caller, where hosts have different numbers of ranks: it needs \
+                 {needed} bytes; make the buffer with memory of its own",
+                comm.rank()
+            )));
+        }
+        // SAFETY: the caller promised the block, which is long enough.
+        unsafe { Self::in_region(comm, shape, num_sms, region) }
+    }
+
+    /// A buffer in a block that is as long as the communicator needs.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Self::at`]. The block has as many bytes as `expert_region_bytes` says.
+    pub(super) unsafe fn in_region(
         comm: C,
         shape: ExpertShape,
         num_sms: Option<u32>,
@@ -102,7 +126,8 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         Ok(Self { comm, shape, num_sms, any_layout: false, region: region as u64, _memory: None })
     }
 
-    /// Bytes of the symmetric memory of a buffer of this shape among `world` ranks.
+    /// Bytes of the symmetric memory of a buffer of this shape among `world` ranks, on one host or on hosts with equally many
+    /// ranks.
     ///
     /// # Errors
     ///
@@ -188,14 +213,15 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         ]
     }
 
-    /// The most rows that this rank can receive, with those that have a row for each of their experts.
+    /// The most rows that an output needs room for. By expert, a token has a row for each of its experts here, and each expert's
+    /// rows are padded to a multiple of `alignment` rows, which must not be 0. By rank `alignment` says nothing.
     pub fn capacity(&self, by_expert: bool, alignment: u32) -> usize {
         let rows = self.shape.received(self.comm.world());
         if !by_expert {
             return rows;
         }
         let local = self.shape.local_experts(self.comm.world()) as usize;
-        rows * self.shape.top_k as usize + local * (alignment as usize - 1)
+        rows * self.shape.top_k as usize + local * (alignment.max(1) as usize - 1)
     }
 
     /// Sends tokens to the ranks of their experts. Ids, weights and tokens are read when the call runs, so that each
@@ -321,7 +347,8 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
     /// Sends rows back to the ranks of their tokens, and sums up the rows of each token, in the order of ranks and
     /// in `f32`, beginning with zero. A token without rows becomes zeros. Rows by expert are multiplied by their
     /// weights and summed up on their rank first, in the order of the token's experts; that sum is rounded to the
-    /// buffer's type, as it travels.
+    /// buffer's type, as it travels. Over hosts, the sum of each other host is rounded to the buffer's type, too, and hosts are
+    /// added up in their order.
     ///
     /// # Errors
     ///

@@ -54,12 +54,12 @@ impl Communicator {
         self.shortage.load(Ordering::Relaxed) && self.shortage.swap(false, Ordering::Relaxed)
     }
 
-    /// A device had no room.
+    /// Notes that a device had no room.
     pub(super) fn note_shortage(&self) {
         self.shortage.store(true, Ordering::Relaxed);
     }
 
-    /// It holds that from now on.
+    /// Sets what the communicator holds from now on.
     pub(super) fn set_memory(&self, memory: CommunicatorMemory) {
         *self.memory.lock().unwrap_or_else(PoisonError::into_inner) = memory;
     }

@@ -21,8 +21,8 @@ impl Communicator {
     ///
     /// All-reduces, reduce-scatters, all-gathers, broadcasts, all-to-alls and barriers work as on one host. Results have the
     /// same bits on every rank and in every run, but not those of one host: a host's partial results are rounded to the
-    /// element type before they are reduced in the order of hosts. What else needs peers' memory is refused on every rank by
-    /// `is_unsupported`.
+    /// element type before they are reduced in the order of hosts. So do dispatches to experts and combines. What else needs
+    /// peers' memory is refused on every rank by `is_unsupported`.
     ///
     /// All ranks of all hosts agree on every call before its data leaves a host. Different calls, and a call that a rank
     /// declines, are an error on all ranks, and the communicator stays usable. A call that fails later fails it on all of

@@ -34,6 +34,9 @@ impl Communicator {
     /// should be, and the communicator stays usable. In host memory the call itself returns the error; on a
     /// device [`Self::synchronize`] returns it once, for all calls since the last time. Later calls do not
     /// fail because of it, as ranks would then no longer make the same calls.
+    ///
+    /// On several hosts only the rank whose output is too short gets `is_overflow`. A rank whose splits are wrong declines the
+    /// call there: no data moves, and the others get `is_diverged`.
     pub fn all_to_all_v<T: Element, S: Element>(
         &self,
         out: &Block<T>,

@@ -16,7 +16,7 @@ const TEXT: usize = 8 * (MAX_RANKS + 3);
 pub(super) struct LeaderError<'a> {
     /// The call's number.
     pub(super) number: u64,
-    /// Calls that differ.
+    /// Why the hosts did not agree.
     pub(super) error: &'a Error,
 }
 

@@ -8,10 +8,15 @@ use crate::algorithm::StandardCollective;
 /// Part of a call's time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
+    /// Waits for the host's other ranks.
     Meeting,
+    /// The hosts' agreement on a call.
     Agreement,
+    /// Work inside the host in front of the transfer.
     Before,
+    /// The transfer between hosts.
     Between,
+    /// Work inside the host behind the transfer.
     After,
 }
 

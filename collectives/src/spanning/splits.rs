@@ -257,7 +257,8 @@ impl SpanningEngine {
 
     /// # Safety
     ///
-    /// `from` is readable for the sum of `send` and `to` writable for all that this rank receives.
+    /// `from` is readable for the sum of `send` and `to` writable for all that this rank receives. Where this fails, you must end
+    /// the transfers before either goes.
     unsafe fn exchange_bytes(
         &mut self,
         (from, to): (*const u8, *mut u8),

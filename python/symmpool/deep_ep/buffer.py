@@ -381,15 +381,18 @@ class Buffer:
             found_handle = self._own(handle, LowLatencyHandle)
             switch("use_logfmt", use_logfmt)
             if switch("zero_copy", zero_copy):
-                taken = self._combine_buffers.take(found_handle)
-                if taken is None:
+                filled = self._combine_buffers.filled(found_handle)
+                if filled is None:
                     why = "zero_copy: get_next_low_latency_combine_buffer was not called for this shape"
                     raise InvalidStateError(f"deep_ep on rank {self.rank}: {why}")
-                x = taken
+                x = filled
             waits = combine_wait_recv_cost_stats
             call = low_latency.combine(door, found_handle, x, topk_idx, topk_weights, out, waits)
             inputs = [x, topk_idx, topk_weights, out, found_handle.kept.memory, waits]
             found, event = stream.run(call, inputs, None, async_finish or return_recv_hook)
+        if zero_copy:
+            # Not where any rank declines the call: all ranks may make it again, with the same rows.
+            self._combine_buffers.turn(found_handle)
         hook = stream.hook(event, found) if return_recv_hook else None
         event = None if return_recv_hook else event
         return found[0], overlap(event, (*inputs, *found)), hook

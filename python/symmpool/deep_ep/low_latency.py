@@ -124,14 +124,16 @@ class CombineBuffers:
             tensors.append(torch.empty(key, dtype=torch.bfloat16, device=device))
         return tensors[turn]
 
-    def take(self, handle: LowLatencyHandle) -> torch.Tensor | None:
-        """That tensor, for a combine; None if it was not asked for. The other one is next."""
+    def filled(self, handle: LowLatencyHandle) -> torch.Tensor | None:
+        """That tensor, for a combine; None if it was not asked for."""
         key = self._key(handle)
         turn, tensors = self._turn.get(key, 0), self._made.get(key, [])
-        if turn >= len(tensors):
-            return None
-        self._turn[key] = 1 - turn
-        return tensors[turn]
+        return tensors[turn] if turn < len(tensors) else None
+
+    def turn(self, handle: LowLatencyHandle) -> None:
+        """Has the other tensor come next, once a combine was made of this one."""
+        key = self._key(handle)
+        self._turn[key] = 1 - self._turn[key]
 
     def memory(self) -> int:
         """Their bytes."""

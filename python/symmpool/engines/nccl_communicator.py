@@ -16,7 +16,7 @@ import symmpool
 from symmpool.communicators import cache
 from symmpool.communicators.devices import number_of
 from symmpool.communicators.entry import explainer
-from symmpool.errors import Error, UnsupportedError
+from symmpool.errors import Error, InvalidStateError, UnsupportedError
 from symmpool.groups import agreement, process_groups
 
 if TYPE_CHECKING:
@@ -52,8 +52,9 @@ class EngineCollectives:
         self._entry: CommunicatorEntry | None = entry
         # Ranks come at once to where it is made, and may be late for a call.
         entry.comm.timeout = process_groups.timeout_of_torch(group, device.type) or _SECONDS
-        # Messages between `begin_batch` and `end_batch`; None outside.
-        self._batch: list[Message] | None = None
+        # Messages between `begin_batch` and `end_batch`, and how many of the former had no end yet.
+        self._batch: list[Message] = []
+        self._batches = 0
         self._messages: Any = None
 
     def all_reduce(self, tensor: torch.Tensor, op: Any, out: torch.Tensor | None = None) -> None:
@@ -92,40 +93,54 @@ class EngineCollectives:
 
     def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, sizes: list[int], root: int) -> None:
         """Rows of the root, as many for each rank as `sizes` says. The root alone passes `tensor`."""
-        self.begin_batch()
         if self.rank == root:
             assert tensor is not None
-            for rank, part in enumerate(tensor.split(sizes)):
-                if rank == root:
-                    output.copy_(part)
-                elif len(part):
-                    self.message(True, part, rank)
-        elif sizes[self.rank]:
-            self.message(False, output, root)
+            parts = tensor.split(sizes)
+            output.copy_(parts[root])
+            messages = [(True, part, rank) for rank, part in enumerate(parts) if rank != root and len(part)]
+        else:
+            messages = [(False, output, root)] if sizes[self.rank] else []
+        # Nothing fails between these.
+        self.begin_batch()
+        for sends, part, peer in messages:
+            self.message(sends, part, peer)
         self.end_batch()
 
     def message(self, sends: bool, tensor: torch.Tensor, peer: int, stream: Any = None) -> None:
-        """Sends or receives a tensor. In a batch it waits for that's end."""
-        if self._batch is not None:
+        """Sends or receives a tensor, behind what its stream was given so far. In a batch it waits for that's
+        end."""
+        if self._batches:
+            if stream is None and tensor.is_cuda:
+                stream = _current_stream(tensor)
             self._batch.append((sends, tensor, peer, stream))
             return
         with _on(stream):
             (symmpool.send if sends else symmpool.recv)(tensor, peer, group=self.pool)
 
     def begin_batch(self) -> None:
-        """Messages wait for `end_batch`, in which ranks may send and receive in any order."""
-        self._batch = []
+        """Messages wait for `end_batch`, in which ranks may send and receive in any order. Batches within one
+        another are one batch."""
+        self._batches += 1
 
     def end_batch(self) -> None:
-        """Makes the messages of the batch. Their streams wait for them, and on the CPU the caller does."""
-        batch, self._batch = self._batch or [], None
-        begun = []
-        for sends, tensor, peer, stream in batch:
-            with _on(stream):
-                begun.append((self._begin(sends, tensor, peer), stream))
-        for work, stream in begun:
-            with _on(stream):
-                work.wait()
+        """Makes the messages of the outermost batch. Their streams wait for them, and on the CPU the caller
+        does. Raises InvalidStateError where no batch has begun."""
+        if not self._batches:
+            raise InvalidStateError(f"symmpool: group_end on rank {self.rank}: call group_start first")
+        self._batches -= 1
+        if self._batches:
+            return
+        batch, self._batch = self._batch, []
+        begun: list[tuple[Any, Any]] = []
+        try:
+            for sends, tensor, peer, stream in batch:
+                with _on(stream):
+                    begun.append((self._begin(sends, tensor, peer), stream))
+        finally:
+            # Also where one could not begin: streams come behind those that have.
+            for work, stream in begun:
+                with _on(stream):
+                    work.wait()
 
     def _begin(self, sends: bool, tensor: torch.Tensor, peer: int) -> Any:
         if not tensor.is_cuda:
@@ -160,7 +175,7 @@ def derived(base: type, in_place: bool, symmetric: Callable[[], bool]) -> type:
     return _derived(base, in_place, symmetric)
 
 
-def is_derived(kind: Any) -> bool:
+def is_derived(kind: object) -> bool:
     """Whether a class is one that `derived` made."""
     return isinstance(kind, type) and "_engines_own" in vars(kind)
 
@@ -198,15 +213,10 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
             """NCCL's, whose other ranks need not be the engine's."""
             return base.from_unique_id_bytes(*arguments, **options)
 
-        def all_reduce(
-            self, in_tensor: Any, out_tensor: Any = None, op: Any = "sum", stream: Any = None
-        ) -> Any:
-            if in_place:
-                # SGLang's second argument is the operation.
-                if not self.disabled:
-                    self._symmpool.all_reduce(in_tensor, "sum" if out_tensor is None else out_tensor)
-                return None
-            return self.outplace_all_reduce(in_tensor, out_tensor, op, stream)
+        def _all_reduce_in_place(self, tensor: Any, op: Any = "sum", stream: Any = None) -> None:
+            if not self.disabled:
+                with _on(stream):
+                    self._symmpool.all_reduce(tensor, op)
 
         def outplace_all_reduce(
             self, in_tensor: Any, out_tensor: Any = None, op: Any = "sum", stream: Any = None
@@ -217,6 +227,9 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
                 out = in_tensor.new_empty(in_tensor.shape) if out_tensor is None else out_tensor
                 self._symmpool.all_reduce(in_tensor, op, out)
             return out
+
+        # SGLang's has other arguments than vLLM's.
+        all_reduce: Any = _all_reduce_in_place if in_place else outplace_all_reduce
 
         def all_gather(
             self, output_tensor: Any, input_tensor: Any, sizes: Any = None, stream: Any = None
@@ -343,6 +356,12 @@ def _on(stream: Any) -> Any:
     import torch
 
     return torch.cuda.stream(stream)
+
+
+def _current_stream(tensor: torch.Tensor) -> Any:
+    import torch
+
+    return torch.cuda.current_stream(tensor.device)
 
 
 def _is_nccls(group: Any) -> bool:

@@ -69,10 +69,6 @@ def not_taken(package, path, in_place, theirs):
         except TypeError as error:
             wrong.append((method, str(error)))
         known = list(signature.parameters)
-        # Each is passed by its place or by its name. Our second argument stands for another one in SGLang.
-        wrong += [
-            (method, each)
-            for each in arguments[2:]
-            if each not in known and "options" not in known and not (in_place and method == "all_reduce")
-        ]
+        # Each is passed by its place or by its name.
+        wrong += [(method, each) for each in arguments[2:] if each not in known and "options" not in known]
     return wrong

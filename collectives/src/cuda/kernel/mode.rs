@@ -11,7 +11,7 @@ const fn small_m_shared_bytes(tokens: u32) -> u32 {
     8 * (tokens + 128) * 128 + tokens * (128 + 4) * 4 + 2 * 8 * 16 + 1024
 }
 
-/// A kernel's file and what it is compiled to do.
+/// Mode of a kernel: what it is compiled to do, where its file can do several things.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::cuda) enum KernelMode {
     /// The file does one thing.

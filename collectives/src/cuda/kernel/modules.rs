@@ -410,7 +410,7 @@ impl Modules {
         // SAFETY: loaded by this value and given up here.
         let code = unsafe { (self.api.module_unload)(module) };
         if let Err(error) = CudaDriver::check(code, || "unloading a module".to_owned()) {
-            tracing::debug!(%error, "at the end of a device's last communicator");
+            tracing::debug!(%error, "a module stays loaded");
         }
     }
 }
@@ -432,7 +432,7 @@ impl Drop for Modules {
             })
         });
         if let Err(error) = unloaded {
-            tracing::debug!(%error, "at the end of a device's last communicator");
+            tracing::debug!(%error, "a module stays loaded");
         }
     }
 }

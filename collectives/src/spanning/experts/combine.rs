@@ -244,7 +244,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// All ranks of the host are in this call, and all entries have come.
+    /// You must keep the promises of [`Self::combine_over_hosts`]. All ranks of the host are in this call, and all entries have come.
     unsafe fn send_weights(&mut self, returning: &Returning<'_>) {
         let (side, work) = (returning.side, &returning.side.call.work);
         let top_k = work.top_k as usize;
@@ -292,7 +292,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// All ranks of the host are in this call.
+    /// You must keep the promises of [`Self::combine_over_hosts`]. All ranks of the host are in this call.
     unsafe fn send_back(&self, returning: &Returning<'_>, sums: &mut ExpertRows<'_>) {
         let side = returning.side;
         let (row_bytes, max_tokens) = (side.call.shape.row_bytes(), side.call.shape.max_tokens);
@@ -360,7 +360,8 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// All rows of the host's ranks have come back, and the entries are there.
+    /// You must keep the promises of [`Self::combine_over_hosts`]. All rows of the host's ranks have come back, and the entries are
+    /// there.
     unsafe fn sum_chunks(&mut self, returning: &Returning<'_>, sums: &mut Sums<'_>) -> Result<()> {
         let chunks = returning.table.max_tokens().div_ceil(returning.most);
         let mut cursors = self.cursors(returning);

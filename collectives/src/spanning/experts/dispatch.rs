@@ -335,7 +335,7 @@ impl SpanningEngine {
     ///
     /// # Safety
     ///
-    /// All ranks of the host are in this call.
+    /// You must keep the promises of [`Self::dispatch_over_hosts`]. All ranks of the host are in this call.
     unsafe fn write_own(&self, sending: &Sending<'_>) {
         let (side, work) = (sending.side, &sending.side.call.work);
         let (row, scales) = (work.row_bytes as usize, work.scale_bytes as usize);
@@ -354,7 +354,8 @@ impl SpanningEngine {
                     row: sending.rows.row.wrapping_add(token * row),
                     scales: sending.rows.scales.wrapping_add(token * scales),
                 };
-                // SAFETY: the row is this rank's to write, and is within the capacity.
+                // SAFETY: the row is this rank's to write, and is within the capacity. The caller promised that the token's data is
+                // readable, and that all ranks of the host are in this call.
                 unsafe { side.write_row((slot, *rank), at, sent, routed.as_ref()) };
             }
         }
@@ -415,7 +416,8 @@ impl SpanningEngine {
                     counts[slot] += 1;
                     if row < work.capacity {
                         let to = (slot as u32, *rank);
-                        // SAFETY: the row is the source's, for which this rank writes it, and is within the capacity.
+                        // SAFETY: the row is the source's, for which this rank writes it, and is within the capacity. The caller
+                        // promised that the chunk is there, and that all ranks of the host are in this call.
                         unsafe { side.write_row(to, row as usize, sent, routed.as_ref()) };
                     }
                 }

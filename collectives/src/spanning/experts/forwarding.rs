@@ -17,7 +17,7 @@ pub(in crate::spanning) struct Forwarding {
     pub(super) incoming: Vec<(usize, u32)>,
     /// Slot of the rank of this host that forwards the tokens of each rank. A rank forwards its own inside its host.
     pub(super) slots: Vec<u32>,
-    /// Number of each rank among those that this slot forwards.
+    /// Number of each rank among those that its own forwarding slot forwards.
     pub(super) numbers: Vec<usize>,
 }
 

@@ -1,7 +1,8 @@
 //! Dispatch to experts and combine, over hosts.
 //!
-//! A token travels to each host that has experts of it once, to the rank that *forwards* this rank's tokens there: the one of
-//! equal index. That rank writes the row into the memory of its host's ranks, as a rank of one host does. Rows come to lie where
+//! A token travels to each host that has experts of it once, to the rank that *forwards* this rank's tokens there: for index `i`
+//! on its host the one of index `i`, modulo that host's number of ranks. An *entry* goes with each row: the token's number,
+//! which ranks need it, its ids and weights. The forwarding rank writes the row into the memory of its host's ranks, as a rank of one host does. Rows come to lie where
 //! they do on one host: every rank knows from a table of all ranks' counts, which travels with the agreement on the call. Chunks
 //! of tokens are on their way to another host while those before them, and the tokens of this host, are written inside.
 //!

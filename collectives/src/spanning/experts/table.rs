@@ -14,7 +14,7 @@ use crate::spanning::state::SpanningEngine;
 use crate::types::place::Place;
 use crate::{DType, ReduceOp};
 
-/// Words of a rank's row before those by host, by rank and by expert.
+/// Words of a rank's row before those by host, by rank and by expert. `BAD_ID` takes two.
 const TOKENS: usize = 0;
 const BAD_TOKEN: usize = 1;
 const BAD_ID: usize = 2;
@@ -188,22 +188,23 @@ impl SpanningEngine {
         call: CallDescription,
         table: &mut CallTable,
     ) -> Result<()> {
-        let own = table.own().to_vec();
-        let place = |at: *const u32| Place::Unregistered(at.cast_mut().cast());
+        let mut own = table.own().to_vec();
+        let place = |at: *mut u32| Place::Unregistered(at.cast());
         let given = Arguments {
-            input: place(own.as_ptr()),
-            output: place(table.words.as_ptr()),
+            input: place(own.as_mut_ptr()),
+            output: place(table.words.as_mut_ptr()),
             count: own.len() * size_of::<u32>(),
             dtype: DType::U8,
             op: ReduceOp::Sum,
             root: 0,
         };
         let made = match self.by_leaders(StandardCollective::AllGather, &given) {
-            // SAFETY: both are as long as the call needs, and live until it has returned.
+            // SAFETY: both are this function's alone, as long as the call needs, and live until it has returned.
             Some(plan) => unsafe { self.run_by_leaders(call, &plan) },
             None => self.enter(call, |_| ()).and_then(|()| self.announce()).and_then(|()| {
                 self.settle()?;
-                // SAFETY: both are as long as the call needs, and live until it has returned or ended its transfers.
+                // SAFETY: both are this function's alone, as long as the call needs, and live until it has returned or ended its
+                // transfers.
                 unsafe { self.all_gather(&given) }
             }),
         };

@@ -40,7 +40,11 @@ pub(in crate::spanning) struct TokenScratch {
 pub(super) struct TransitMemory(Vec<u128>);
 
 impl TransitMemory {
-    /// Has room for so many bytes. Nothing may be on its way.
+    /// Makes room for at least so many bytes. That may move the memory, so no transfer may be under way.
+    ///
+    /// # Errors
+    ///
+    /// `is_out_of_memory` where there is none.
     pub(super) fn reserve(&mut self, bytes: usize, rank: u32) -> Result<()> {
         let count = bytes.div_ceil(size_of::<u128>());
         if self.0.len() < count {
@@ -54,6 +58,7 @@ impl TransitMemory {
         Ok(())
     }
 
+    /// Returns where the memory begins, until room is made again.
     pub(super) fn at(&mut self) -> *mut u8 {
         self.0.as_mut_ptr().cast()
     }

@@ -111,7 +111,8 @@ impl RoutingHandle {
         (self.head.get(Self::RECEIVED).max(0) as usize).min(capacity as usize)
     }
 
-    /// Why a call cannot use the handle, if it cannot. `rows` is how many rows by expert there may be, in a combine.
+    /// Why a call cannot use the handle, if it cannot. `rows` is how many rows a combine's input has,
+    /// in either layout.
     ///
     /// A handle is the caller's memory, which a program may write to. Calls that pass this check read it again, and
     /// check what is an index once more.

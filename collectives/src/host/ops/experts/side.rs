@@ -78,7 +78,7 @@ impl<'a> RankSide<'a> {
     }
 
     /// Why this rank cannot make the call, if it cannot use the handle of an earlier dispatch: `again` is how rows lie, and how
-    /// many rows by expert there may be.
+    /// many rows a combine's input has (`u64::MAX` for a dispatch).
     pub(crate) fn refusal(&self, again: Option<(bool, u64)>) -> Result<()> {
         let ranks = (self.rank as usize, self.world as usize);
         let refusal = again
@@ -372,7 +372,8 @@ impl<'a> RankSide<'a> {
         region.at(slot, region.parts.combined, nth * shape.max_tokens, shape.row_bytes())
     }
 
-    /// Makes what goes back for a received row, and writes it. `weights` are those of rows by expert.
+    /// Makes what goes back for a received row, and writes it. `weights` are those of rows by expert. A row that the input does not
+    /// have is zeros: a handle may have changed since it was checked.
     ///
     /// # Safety
     ///
@@ -390,7 +391,10 @@ impl<'a> RankSide<'a> {
             ((row as u64) < work.input_rows).then_some(at)
         };
         if !self.call.mode.by_expert {
-            let Some(from) = input(row) else { return };
+            let Some(from) = input(row) else {
+                // SAFETY: the caller promised room for a row.
+                return unsafe { to.write_bytes(0, row_bytes) };
+            };
             // SAFETY: the input has this row.
             return unsafe { copy(from, to, row_bytes) };
         }
