@@ -21,7 +21,7 @@ use crate::call::{CallDescription, OpType};
 use crate::host::HostEngine;
 use crate::host::kernels::ExpertRows;
 pub(crate) use crate::host::layout::expert_routing::{BadId, Routing};
-use crate::host::layout::expert_scratch::ExpertScratch;
+pub(crate) use crate::host::layout::expert_scratch::ExpertScratch;
 pub(crate) use crate::host::layout::numbers::Numbers;
 use crate::{ExpertQuantization, ReceivedSizes};
 

@@ -9,7 +9,7 @@ use super::token_list::{EntryLayout, lists};
 use super::transit::TokenScratch;
 use crate::call::experts::ExpertCall;
 use crate::call::{CallDescription, OpType};
-use crate::host::experts::{Numbers, RankSide, given_weights};
+use crate::host::experts::{ExpertScratch, Numbers, RankSide, given_weights};
 use crate::host::kernels::ExpertRows;
 use crate::outer::{Ticket, Transfer};
 use crate::spanning::phases::Phase;
@@ -50,7 +50,8 @@ struct Sums<'a> {
 
 impl<'a> Sums<'a> {
     fn new(call: &ExpertCall, scratch: &'a mut TokenScratch) -> Self {
-        let TokenScratch { row, sum, inside_row, inside_sum, far_row, far_sum, own, .. } = scratch;
+        let TokenScratch { host, inside_row, inside_sum, far_row, far_sum } = scratch;
+        let ExpertScratch { row, sum, own, .. } = host;
         own.resize(call.shape.hidden, 0.0);
         let rows = |parts| ExpertRows::new(call.shape.dtype, call.shape.hidden, parts);
         Self {
@@ -75,16 +76,13 @@ impl SpanningEngine {
         let (rank, world) = (self.ranks.rank, self.ranks.hosts.world());
         // SAFETY: the caller promised the handle and the buffer's region.
         let side = &unsafe { RankSide::new(call, (rank, world), self.staging.layout()) };
-        let mut scratch = std::mem::take(&mut self.expert_scratch);
         let ready = side
             .refusal(Some((call.mode.by_expert, call.work.input_rows)))
             .and_then(|()| self.reserve_for_combine(side));
-        let made = self.call_behind(ready, |engine, most| {
+        self.call_with_scratch(ready, |engine, most, scratch| {
             // SAFETY: the caller promised what `combine` asks; memory for chunks of so many tokens is reserved.
-            unsafe { engine.run_combine(side, most, &mut scratch) }
-        });
-        self.expert_scratch = scratch;
-        made
+            unsafe { engine.run_combine(side, most, scratch) }
+        })
     }
 
     /// Takes the memory for rows on their way, before other ranks count on this one. Returns the tokens of a chunk.
@@ -341,8 +339,7 @@ impl SpanningEngine {
         let side = returning.side;
         let (row_bytes, max_tokens) = (side.call.shape.row_bytes(), side.call.shape.max_tokens);
         if slot == side.slot {
-            let rows = self.rows_of(returning, source);
-            let Some(row) = rows.clone().nth(index) else { return };
+            let Some(row) = self.rows_of(returning, source).nth(index) else { return };
             // SAFETY: the row was received, and there is room for one.
             unsafe { side.write_back(row, returning.weights, &mut sums.own, sums.row) };
             // SAFETY: a row was written there.

@@ -10,7 +10,7 @@ use super::transit::TokenScratch;
 use crate::ExpertQuantization;
 use crate::call::experts::ExpertCall;
 use crate::call::{CallDescription, OpType};
-use crate::host::experts::{RankSide, RoutedToken, RoutingHandle, SentRow};
+use crate::host::experts::{ExpertScratch, RankSide, RoutedToken, RoutingHandle, SentRow};
 use crate::host::kernels::{ExpertRows, copy};
 use crate::outer::{Ticket, Transfer};
 use crate::spanning::phases::Phase;
@@ -68,13 +68,22 @@ impl SpanningEngine {
         let (rank, world) = (self.ranks.rank, self.ranks.hosts.world());
         // SAFETY: the caller promised the handle and the buffer's region.
         let side = &unsafe { RankSide::new(call, (rank, world), self.staging.layout()) };
-        let mut scratch = std::mem::take(&mut self.expert_scratch);
         let known = (call.work.known != 0).then_some((call.mode.by_expert, u64::MAX));
         let ready = side.refusal(known).and_then(|()| self.reserve_for_dispatch(side));
-        let made = self.call_behind(ready, |engine, most| {
+        self.call_with_scratch(ready, |engine, most, scratch| {
             // SAFETY: the caller promised what `dispatch` asks; memory for chunks of so many tokens is reserved.
-            unsafe { engine.run_dispatch(side, most, &mut scratch) }
-        });
+            unsafe { engine.run_dispatch(side, most, scratch) }
+        })
+    }
+
+    /// Makes a call of experts for which memory of so many tokens is ready, with the engine's scratch.
+    pub(super) fn call_with_scratch(
+        &mut self,
+        ready: Result<usize>,
+        run: impl FnOnce(&mut Self, usize, &mut TokenScratch) -> Result<()>,
+    ) -> Result<()> {
+        let mut scratch = std::mem::take(&mut self.expert_scratch);
+        let made = self.call_behind(ready, |engine, most| run(engine, most, &mut scratch));
         self.expert_scratch = scratch;
         made
     }
@@ -120,8 +129,8 @@ impl SpanningEngine {
         let mut table = CallTable::new(self, call);
         if is_new {
             // SAFETY: the caller promised that the ids are aligned and readable for the tokens.
-            unsafe { scratch.routing.read(work, world) };
-            table.announce(&scratch.routing);
+            unsafe { scratch.host.routing.read(work, world) };
+            table.announce(&scratch.host.routing);
         } else {
             let by_expert = side.handle.head.get(RoutingHandle::BY_EXPERT);
             table.announce_known(|rank| side.handle.bases.get(rank), by_expert as u32);
@@ -130,17 +139,17 @@ impl SpanningEngine {
         let home = |rank: usize| ranks.hosts.of(rank as u32) as usize;
         let places = (ranks.host_count(), ranks.host as usize);
         let lists = match is_new {
-            true => lists(side, places, home, |at| scratch.routing.positions[at]),
+            true => lists(side, places, home, |at| scratch.host.routing.positions[at]),
             false => lists(side, places, home, |at| side.handle.positions.get(at)),
         };
         lists.iter().enumerate().for_each(|(host, list)| table.list(host, list.len()));
         let description = CallDescription::new(OpType::ExpertDispatch);
         let description = description.experts(&call.shape, call.mode).output(call.region);
         self.exchange_table(description, &mut table)?;
-        let routed = if is_new { side.keep_routing(&scratch.routing, &table) } else { Ok(()) };
+        let routed = if is_new { side.keep_routing(&scratch.host.routing, &table) } else { Ok(()) };
         // SAFETY: the caller promised that the tokens are readable; memory for what is made of them is reserved.
         let rows = self.timed(Phase::Before, |engine| unsafe { engine.sent_rows(side, scratch) });
-        let ids = &scratch.routing.ids;
+        let ids = &scratch.host.routing.ids;
         let sending = Sending { side, table: &table, lists: &lists, ids, rows, most };
         // SAFETY: all ranks are in this call, so nobody uses what the last one left in the region.
         unsafe { self.send_chunks(&sending) }?;
@@ -190,7 +199,7 @@ impl SpanningEngine {
                 scales: work.input_scales as *const u8,
             };
         }
-        let TokenScratch { row, sum, bytes, scales, .. } = scratch;
+        let ExpertScratch { row, sum, bytes, scales, .. } = &mut scratch.host;
         let mut rows = ExpertRows::new(shape.dtype, shape.hidden, (row, sum));
         let (to, to_scales) = (self.transit.rows.at(), self.transit.scales.at());
         for token in 0..work.tokens as usize {

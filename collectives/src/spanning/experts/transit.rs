@@ -2,7 +2,7 @@
 
 use symmpool_allocator::{Error, Result};
 
-use crate::host::experts::Routing;
+use crate::host::experts::ExpertScratch;
 
 /// Memory that calls of experts use for themselves.
 #[derive(Debug, Default)]
@@ -21,18 +21,13 @@ pub(in crate::spanning) struct ExpertTransit {
 /// Lists and rows that no transfer uses.
 #[derive(Debug, Default)]
 pub(in crate::spanning) struct TokenScratch {
-    pub(super) routing: Routing,
-    /// Elements of a row and of a sum: of this rank, inside the host, and between hosts.
-    pub(super) row: Vec<f32>,
-    pub(super) sum: Vec<f32>,
+    /// Scratch of a call on one host. Its `own` is room for a row of this rank here.
+    pub(super) host: ExpertScratch,
+    /// Elements of a row and of a sum: inside the host, and between hosts.
     pub(super) inside_row: Vec<f32>,
     pub(super) inside_sum: Vec<f32>,
     pub(super) far_row: Vec<f32>,
     pub(super) far_sum: Vec<f32>,
-    /// This rank's own row.
-    pub(super) own: Vec<f32>,
-    pub(super) bytes: Vec<u8>,
-    pub(super) scales: Vec<u8>,
 }
 
 /// Bytes that grow and never shrink, at an address that is a multiple of 16.
