@@ -41,10 +41,12 @@ WITH_PACKAGES := $(TARGET)/packages
 # 5 GB on disk. Another version is tested with, say, `make test TORCH=torch==2.15.0`.
 TYPED_TORCH := torch==2.11.0
 TORCH ?= $(TYPED_TORCH)
+# The newest one that was tested, which `make test-long` has in a virtual environment of its own.
+NEWEST_TORCH := torch==2.15.0
 ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-long test-long-plans test-long-loom test-long-variants test-long-emulated test-long-hosts test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-loom test-long-variants test-long-emulated test-long-hosts test-long-torch test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
 .PHONY: test-engines engines-wheel
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
@@ -62,9 +64,10 @@ check: ready
 	@+$(MAKE) --no-print-directory --jobs 6 --output-sync=target READY=yes test-tidy \
 		$(addprefix $(PASSED)/,emulated python rust variants)
 
-## What takes too long for `make test`: more random programs, every kernel compiled anew, long checks on emulated devices.
+## What takes too long for `make test`: more random programs, every kernel compiled anew, long checks on emulated devices,
+## and the package's tests with the newest torch.
 test-long: ready
-	@+$(MAKE) --no-print-directory test-long-plans test-long-loom test-long-variants test-long-emulated test-long-hosts
+	@+$(MAKE) --no-print-directory test-long-plans test-long-loom test-long-variants test-long-emulated test-long-hosts test-long-torch
 
 test-long-plans:
 	$(call begin,long-plans)
@@ -76,6 +79,14 @@ test-long-hosts: test-extension torch
 	$(call begin,long-hosts)
 	SYMMPOOL_SUITE_OVER_HOSTS=all $(VENV)/bin/python -m pytest -q python/tests/test_torch_suite.py -k two_hosts
 	$(call passed,long-hosts)
+
+# What `make test TORCH=...` has of torch, as Rust's tests have nothing of it. It leaves .venv and the record of
+# `make check` as they are.
+WITH_NEWEST_TORCH := READY= VENV=target/newest-torch PASSED=$(PASSED)/newest-torch TORCH=$(NEWEST_TORCH)
+test-long-torch:
+	@+$(MAKE) --no-print-directory $(WITH_NEWEST_TORCH) torch
+	target/newest-torch/bin/python -c "import torch"
+	@+$(MAKE) --no-print-directory $(WITH_NEWEST_TORCH) test-python
 
 # Without what is recorded, and without what is kept of earlier runs: all must need what is recorded.
 test-long-variants: export SYMMPOOL_TEST_NVRTC = $(shell ls $(NVRTC) | paste -sd:)

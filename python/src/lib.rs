@@ -20,6 +20,7 @@
 //! | `dlpack` | the structures of the DLPack protocol, and capsules of them |
 //! | `exchange` | DLPack's table of C functions, through which torch's tensors are read |
 //! | `arguments`, `checks` | what calls of a communicator are given, checked, also before there is one |
+//! | `short_calls` | calls as the backend of torch makes them, where their arguments need nothing |
 //! | `stream`, `mark` | the streams of calls, and positions on them |
 //! | `options`, `p2p`, `one_sided` | a communicator's options, its messages, its copies and signals |
 //! | `outer`, `pool_store` | what carries data between hosts, and how its ranks meet |
@@ -80,6 +81,7 @@ mod process;
 mod reading;
 mod record_stream;
 mod selection;
+mod short_calls;
 mod site;
 mod slot;
 mod splits;
@@ -136,6 +138,10 @@ mod _symmpool {
     #[pymodule_export]
     use crate::process::{
         process_redirect, process_redirect_back, process_reset_peaks, process_stats,
+    };
+    #[pymodule_export]
+    use crate::short_calls::{
+        try_all_gather, try_all_reduce, try_all_to_all, try_broadcast, try_reduce_scatter,
     };
     #[pymodule_export]
     use crate::slot::Slot;

@@ -27,7 +27,8 @@ pub(crate) fn reduce_op(op: Option<&Bound<'_, PyAny>>) -> Result<ReduceOp, Strin
 
 /// `torch.distributed.ReduceOp`'s constants. Each is one object.
 struct ReduceOps {
-    constants: Vec<(Py<PyAny>, ReduceOp)>,
+    /// Each with its hash, which a wrapped one has too.
+    constants: Vec<(Py<PyAny>, isize, ReduceOp)>,
     /// The class that wraps one.
     class: Py<PyAny>,
 }
@@ -51,23 +52,26 @@ fn constant_of(op: &Bound<'_, PyAny>) -> Option<ReduceOp> {
         None => {
             let distributed = reading::imported(py, "torch.distributed", "ReduceOp")?;
             let class = distributed.getattr("ReduceOp").ok()?;
-            let constants = REDUCE_OPS
-                .into_iter()
-                .filter_map(|(name, op)| Some((class.getattr(name).ok()?.unbind(), op)));
+            let constants = REDUCE_OPS.into_iter().filter_map(|(name, op)| {
+                let constant = class.getattr(name).ok()?;
+                let hash = constant.hash().ok()?;
+                Some((constant.unbind(), hash, op))
+            });
             let constants = constants.collect();
             OPS.get_or_init(py, || ReduceOps { constants, class: class.unbind() })
         }
     };
-    if let Some((_, found)) = known.constants.iter().find(|(constant, _)| op.is(constant)) {
+    if let Some((.., found)) = known.constants.iter().find(|(constant, ..)| op.is(constant)) {
         return Some(*found);
     }
     // A `ReduceOp` wraps a constant, and compares equal to it. So do numbers, which are none.
     if !op.is_instance(known.class.bind(py)).ok()? {
         return None;
     }
+    let hash = op.hash().ok()?;
     known
         .constants
         .iter()
-        .find(|(constant, _)| op.eq(constant).unwrap_or(false))
-        .map(|(_, found)| *found)
+        .find(|(constant, of_constant, _)| hash == *of_constant && op.eq(constant).unwrap_or(false))
+        .map(|(.., found)| *found)
 }

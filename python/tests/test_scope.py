@@ -179,6 +179,21 @@ def test_a_scope_makes_the_calls_of_torchs_own_without_its_context_manager(pool,
     assert not scope._threads.scopes
 
 
+def test_in_a_capture_a_scope_is_torchs_own_where_that_keeps_the_memory(pool, monkeypatch):
+    """torch 2.15 has the graph that is captured keep the MemPool."""
+    standin, said = Standin(), []
+    calls = [lambda *given, name=name: said.append(name) for name in ("begin", "end", "release")]
+    monkeypatch.setattr(scope, "_calls_of", lambda _: calls)
+    monkeypatch.setattr(scope, "_names_in", lambda _: {"is_current_stream_capturing", "id"})
+    inside = scope.Scope(pool, standin)
+    with within(inside, pool):
+        assert said == ["begin"] and standin.entered == 0
+    standin.capturing = True
+    with within(inside, pool):
+        assert standin.entered == 1
+    assert said == ["begin", "end", "release"]
+
+
 def test_on_the_cpu_a_scope_says_what_to_do_instead(pool):
     with pytest.raises(symmpool.UnsupportedError, match="pool.empty"), pool:
         pass

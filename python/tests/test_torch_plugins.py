@@ -255,6 +255,52 @@ def test_sglangs_groups_are_made_on_our_backend(said, monkeypatch):
     assert "serves SGLang 0.5.23 on the CPU: groups (" in said()[0]
 
 
+@pytest.fixture
+def sglang_on_cuda(monkeypatch):
+    """SGLang's modules as far as the plug-in touches them, by the package that their names come from. Returns
+    what was put in place."""
+    module(monkeypatch, "sglang", __version__="0.5.23")
+    hooks = types.SimpleNamespace(register=lambda *hook: None)
+    kinds = types.SimpleNamespace(BEFORE="before")
+    module(monkeypatch, "sglang.srt.plugins.hook_registry", HookRegistry=hooks, HookType=kinds)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    monkeypatch.setattr(sglang.deep_ep_names, "put_in_place", lambda report, managers: None)
+    made = []
+
+    def names_of(all_reduce, nccl):
+        for place, name, package in (
+            (sglang.adapters.ALL_REDUCE, "dispatch_custom_allreduce", all_reduce),
+            (sglang.adapters.NCCL, "PyNcclCommunicator", nccl),
+        ):
+            module(monkeypatch, place, **{name: types.SimpleNamespace(__module__=package or place)})
+        for name in ("install", "install_custom_allreduce", "install_nccl_communicator"):
+            monkeypatch.setattr(sglang.adapters, name, lambda name=name: made.append(name))
+        return made
+
+    return names_of
+
+
+def test_on_cuda_each_part_of_sglang_is_served_or_its_lack_is_explained(said, sglang_on_cuda):
+    made = sglang_on_cuda(None, None)
+    entry.sglang()
+    (line,) = said()
+    assert made == ["install_custom_allreduce", "install_nccl_communicator", "install"]
+    assert "all-reduces (CustomAllReduceV2" in line and "(PyNcclCommunicator) within a host" in line
+    assert "not served: fused norms: flashinfer.comm cannot be imported" in line
+    assert "Beware: SGLang 0.5.23 was not run with symmpool on CUDA; 0.5.23 on the CPU was" in line
+
+
+def test_what_another_plug_in_of_sglang_has_put_in_place_stays(said, sglang_on_cuda):
+    made = sglang_on_cuda("a.plug_in", "another.plug_in")
+    entry.sglang()
+    (line,) = said()
+    assert made == ["install"]
+    assert "has not that), as another plug-in has put a.plug_in in place" in line
+    assert "as another plug-in has put another.plug_in in place" in line
+
+
 def test_the_backend_that_sglang_names_is_replaced_where_it_is_torchs(caplog):
     five = (2, 0, "env://", 0)
     assert sglang.on_our_backend(*five, "gloo", timeout=3) == ((*five, "symmpool"), {"timeout": 3})

@@ -9,7 +9,7 @@ use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_void};
 use std::sync::OnceLock;
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::Error;
 
 use crate::guard::{Status, last, status};
 
@@ -152,7 +152,8 @@ fn throw_out_of_memory(parts: &OutOfMemoryParts, message: *const c_char) {
 #[cfg(feature = "testing")]
 #[unsafe(no_mangle)]
 extern "C-unwind" fn symmpool_process_runs_out_of_memory() {
-    let out: Result<()> = Err(Error::out_of_memory("a test asked for too much"));
+    let out: symmpool_allocator::Result<()> =
+        Err(Error::out_of_memory("a test asked for too much"));
     status(|| out);
     throw_last();
 }

@@ -34,7 +34,7 @@ class Premultiplied(NamedTuple):
 #: The name of an operation, or the sum of inputs times a factor.
 Op = str | Premultiplied
 
-# Operations by number; a `ReduceOp` and its constants both have it.
+# Operations by number, which is the hash of a `ReduceOp` and of its constants, and found the fastest so.
 _OPS = {
     int(getattr(dist.ReduceOp, theirs)): ours
     for theirs, ours in (
@@ -59,7 +59,7 @@ _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torc
 
 def operation(op: Any) -> Op | None:
     """Returns our operation for torch's; None for one that is not known."""
-    return _OPS.get(int(getattr(op, "op", op))) or _premultiplied(op)
+    return _OPS.get(hash(op)) or _premultiplied(op)
 
 
 def _premultiplied(op: Any) -> Op | None:

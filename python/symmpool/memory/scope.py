@@ -61,30 +61,35 @@ def _steps_of(manager: Any) -> Callable[..., Iterator[None]]:
 # The calls that `torch.cuda.use_mem_pool` is made of, and the other names in it.
 _CALLS = ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool")
 _OTHER_NAMES = {"torch", "cuda", "current_device", "_get_device_index", "id"}
+# Names of what torch 2.15 does in a capture: it has the graph keep the MemPool.
+_IN_CAPTURES = {"is_current_stream_capturing", "CUDAGraph", "get_currently_capturing_graph", "_retain_pool"}
+
+
+def _names_in(manager: Any) -> set[str]:
+    """The names that torch's context manager uses; empty where it is no function."""
+    made_of = getattr(manager, "__wrapped__", None)
+    return set(getattr(getattr(made_of, "__code__", None), "co_names", ()))
 
 
 def _calls_of(torch: Any) -> tuple[Callable[..., None], ...] | None:
     """torch's functions that begin a MemPool's scope, end it and let go of the MemPool. Each takes a device's
     number and a MemPool's id. None where this torch's `use_mem_pool` is made of anything else."""
-    made_of = getattr(torch.cuda.use_mem_pool, "__wrapped__", None)
-    if made_of is None or set(
-        getattr(getattr(made_of, "__code__", None), "co_names", ())
-    ) - _OTHER_NAMES != set(_CALLS):
+    manager = torch.cuda.use_mem_pool
+    if _names_in(manager) - _OTHER_NAMES - _IN_CAPTURES != set(_CALLS):
         return None
-    return tuple(made_of.__globals__[name] for name in _CALLS)
+    return tuple(manager.__wrapped__.__globals__[name] for name in _CALLS)
 
 
 def _use_of(torch: Any, device: int, mempool: Any) -> Callable[[], Callable[[], object]]:
     """A function after which this thread allocates in a MemPool. It returns the one that ends this."""
-    calls = _calls_of(torch)
+    calls, steps = _calls_of(torch), _steps_of(torch.cuda.use_mem_pool)
+
+    def use() -> Callable[[], object]:
+        context = steps(mempool, device)
+        next(context)
+        return lambda: next(context, None)
+
     if calls is None:
-        steps = _steps_of(torch.cuda.use_mem_pool)
-
-        def use() -> Callable[[], object]:
-            context = steps(mempool, device)
-            next(context)
-            return lambda: next(context, None)
-
         return use
 
     # FSDP comes here some thirty times a step, and torch's context manager takes half of the time.
@@ -98,7 +103,10 @@ def _use_of(torch: Any, device: int, mempool: Any) -> Callable[[], Callable[[], 
         begin(device, id)
         return leave
 
-    return enter
+    if not _names_in(torch.cuda.use_mem_pool) & _IN_CAPTURES:
+        return enter
+    is_capturing = torch.cuda.is_current_stream_capturing
+    return lambda: use() if is_capturing() else enter()
 
 
 class Scope:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,12 +36,18 @@ def put_in_place() -> ServiceReport:
     if not cuda:
         report.left.append("all-reduces of SGLang's own CPU kernels, where it has these (AMX, Arm)")
         return report
-    adapters.install_custom_allreduce()
-    report.served.append("all-reduces (CustomAllReduceV2, and CustomAllreduce where SGLang has not that)")
-    adapters.install_nccl_communicator()
-    report.served.append(
+    _replace(
+        report,
+        (adapters.ALL_REDUCE, "dispatch_custom_allreduce"),
+        adapters.install_custom_allreduce,
+        "all-reduces (CustomAllReduceV2, and CustomAllreduce where SGLang has not that)",
+    )
+    _replace(
+        report,
+        (adapters.NCCL, "PyNcclCommunicator"),
+        adapters.install_nccl_communicator,
         "what SGLang asks NCCL in graphs and for unequal parts (PyNcclCommunicator) within a host, without "
-        "--enable-symm-mem"
+        "--enable-symm-mem",
     )
     try:
         adapters.install_fusion()
@@ -54,6 +61,18 @@ def put_in_place() -> ServiceReport:
         report.left.append(f"memory of --enable-symm-mem: {error}")
     deep_ep_names.put_in_place(report, "--moe-a2a-backend deepep")
     return report
+
+
+def _replace(report: ServiceReport, name: tuple[str, str], install: Callable[[], None], served: str) -> None:
+    """Puts ours in place of a name of one of SGLang's modules, unless another plug-in has done so with its
+    own."""
+    module, attribute = name
+    theirs = getattr(getattr(importlib.import_module(module), attribute, None), "__module__", module)
+    if theirs.partition(".")[0] not in ("sglang", "symmpool"):
+        report.left.append(f"{served}, as another plug-in has put {theirs} in place")
+        return
+    install()
+    report.served.append(served)
 
 
 def _groups(report: ServiceReport) -> None:

@@ -21,6 +21,10 @@ from symmpool.torch_backend.work import BarrierWork, CopyingWork, opaque
 
 __all__ = ["GroupCollectives"]
 
+_CPU = torch.device("cpu")
+# The dictionary of a device that has nothing to look up.
+_NONE: dict[int, Any] = {}
+
 
 @opaque
 class GroupCollectives(Messages):
@@ -212,20 +216,24 @@ class GroupCollectives(Messages):
         opts = opts if opts is not None else dist.BarrierOptions()
         device = getattr(opts, "device", None)
         if device is None or device.type != "cuda" or "cuda" not in self._names:
-            device = torch.device("cpu")
+            device = _CPU
         elif device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if not self._served.serves(self, device):
+        number = number_of(device)
+        if not self._served.known.get(number) and not self._served.serves(self, device):
             self._count_fallback("barrier", device)
             return self._passed(self._rest.barrier(opts), [])
         note("barrier", NAME)
-        entry = cache.look_up(None, self.key, number_of(device))
-        assert entry is not None  # this process is a member
+        entry = cache.looked_up.get(number, _NONE).get(self._id)
+        if entry is None:
+            entry = cache.look_up(None, self.key, number)
+            assert entry is not None  # this process is a member
         if getattr(opts, "asyncOp", True):
             return BarrierWork(entry.begin(entry.comm.barrier, (), []), entry.comm.synchronize)
         entry.run(entry.comm.barrier, (), [], False)
-        # This thread waits too, as in NCCL's barrier.
-        entry.comm.synchronize()
+        if number >= 0:
+            # This thread waits too, as in NCCL's barrier.
+            entry.comm.synchronize()
         return self._done([], device)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

@@ -9,8 +9,11 @@ __all__ = ["backend_counts", "last_backend", "note"]
 
 logger = logging.getLogger("symmpool.backend")
 
-_counts: collections.Counter[tuple[str, str]] = collections.Counter()
+# Numbers of calls by backend, then by operation: each call would make a key of both anew.
+_counts: dict[str, dict[str, int]]
+_counts = collections.defaultdict(lambda: collections.defaultdict(int))
 _last: list[str | None] = [None]
+_is_logged, _LEVEL = logger.isEnabledFor, logging.DEBUG
 
 
 def last_backend() -> str | None:
@@ -23,8 +26,9 @@ def backend_counts(reset: bool = False) -> dict[str, dict[str, int]]:
     """How many calls went where in this process: numbers by operation and backend. With `reset`
     they begin again at none."""
     found: dict[str, dict[str, int]] = {}
-    for (operation, backend), count in list(_counts.items()):
-        found.setdefault(operation, {})[backend] = count
+    for backend, operations in list(_counts.items()):
+        for operation, count in list(operations.items()):
+            found.setdefault(operation, {})[backend] = count
     if reset:
         _counts.clear()
     return found
@@ -32,7 +36,7 @@ def backend_counts(reset: bool = False) -> dict[str, dict[str, int]]:
 
 def note(operation: str, backend: str) -> None:
     """Counts a call that goes to a backend."""
-    _counts[operation, backend] += 1
+    _counts[backend][operation] += 1
     _last[0] = backend
-    if logger.isEnabledFor(logging.DEBUG):
+    if _is_logged(_LEVEL):
         logger.debug("%s: %s", operation, backend)

@@ -32,6 +32,8 @@ class GroupState(ServedCalls):
     # The group's rank here, the number of ranks, and the store that they met in.
     _rank: int
     _size: int
+    # The id of `key`, by which look-ups find the group.
+    _id: int
     _store: Any
     _timeout: Any
     # Work of calls that were begun between the two ends of a batch.

@@ -19,8 +19,13 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from symmpool.collectives.reduce_op import NATIVE
-from symmpool.collectives.reductions import REDUCED, operation
+from symmpool._symmpool import (
+    try_all_gather,
+    try_all_reduce,
+    try_all_to_all,
+    try_broadcast,
+    try_reduce_scatter,
+)
 from symmpool.communicators.cache import looked_up
 from symmpool.errors import InvalidStateError, TimeoutError, UnsupportedError
 from symmpool.groups import process_groups
@@ -40,8 +45,6 @@ from symmpool.torch_backend.work import (
 __all__ = ["SymmpoolBackend"]
 
 _profiler_enabled = torch.autograd._profiler_enabled
-# Most reductions are sums, which this tells in a third of the time that `operation` takes.
-_SUM = dist.ReduceOp.SUM
 # The dictionary of a device that has nothing to look up.
 _NONE: dict[int, Any] = {}
 _NO_TIMEOUT = datetime.timedelta(0)
@@ -66,22 +69,6 @@ def _without_work(call: Callable[..., Any]) -> Any:
 
     made.__name__, made.__doc__ = call.__name__, call.__doc__
     return made
-
-
-def _made(entry: Any, call: Callable[..., Any], *arguments: Any) -> None:
-    """Makes a call of a communicator, as `_run` does."""
-    try:
-        call(*arguments)
-    except TimeoutError as error:
-        entry.explain(error)
-        raise
-
-
-def _is_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor lies row by row on the device of another one."""
-    if tensor.get_device() != other.get_device() or not tensor.is_contiguous():
-        return False
-    return not (tensor.is_neg() or tensor.is_conj())
 
 
 class SymmpoolBackend(GroupCollectives, c10d.Backend):
@@ -269,79 +256,84 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         """The backend of a group without some ranks, which are lost. Called by all others."""
         return membership.shrink(self, SymmpoolBackend, list(ranks_to_exclude), shrink_flags)
 
-    # Collectives. What is not here is as `GroupCollectives` has it.
+    # Collectives. What is not here is as `GroupCollectives` has it. The most frequent calls take a short way
+    # first, as torch's own part takes as long as this one: the communicator reads the arguments, and makes
+    # the call if they are as it takes them.
 
     def _ready(self, tensor: torch.Tensor, opts: Any) -> Any:
-        """Finds what makes a call that needs nothing but the communicator's: the shortest way of the most
-        frequent calls, as torch's own part takes as long as this. None for other calls."""
-        if opts is None or opts.asyncOp or not tensor.is_contiguous():
+        """The entry by which a call on a tensor's device can be made now. None for calls that need more than
+        the communicator: that are asynchronous, profiled, the first ones on a device, or behind others."""
+        if opts is None or opts.asyncOp:
             return None
         number = tensor.get_device()
         entry = looked_up.get(number, _NONE).get(self._id)
         if entry is None or entry.pending is not None or not self._served.known.get(number):
             return None
-        if tensor.is_neg() or tensor.is_conj() or _profiler_enabled() or registers():
-            return None
-        return entry
+        return None if _profiler_enabled() or registers() else entry
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Reduces a list of one tensor in place."""
         self._sequence += 1
-        tensor = tensors[0] if len(tensors) == 1 and opts is not None and not opts.asyncOp else None
-        if tensor is not None and tensor.dtype in REDUCED and tensor.is_contiguous():
-            # The questions of `_ready`, without calls of functions.
+        if opts is not None and not opts.asyncOp and len(tensors) == 1:
+            # This repeats `_ready`: a call less is felt by the most frequent one.
+            tensor = tensors[0]
             number = tensor.get_device()
             entry = looked_up.get(number, _NONE).get(self._id)
             if (
                 entry is not None
                 and entry.pending is None
                 and self._served.known.get(number)
-                and not (tensor.is_neg() or tensor.is_conj() or _profiler_enabled() or registers())
+                and not _profiler_enabled()
+                and not registers()
             ):
-                theirs = opts.reduceOp
-                op = "sum" if theirs == _SUM else operation(theirs)
-                if op in NATIVE:
-                    note("all_reduce", NAME)
-                    try:
-                        entry.comm.all_reduce(tensor, op)
-                    except TimeoutError as error:
-                        entry.explain(error)
-                        raise
-                    return None
+                try:
+                    if try_all_reduce(entry.comm, tensor, opts.reduceOp):
+                        return note("all_reduce", NAME)
+                except TimeoutError as error:
+                    entry.explain(error)
+                    raise
         work = GroupCollectives.allreduce(self, tensors, opts)
         return None if work is DONE else work
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Sends the root's tensor to all ranks."""
         self._sequence += 1
-        if len(tensors) == 1:
-            entry = self._ready(tensors[0], opts)
-            if entry is not None:
-                note("broadcast", NAME)
-                return _made(entry, entry.comm.broadcast, tensors[0], opts.rootRank)
+        entry = self._ready(tensors[0], opts) if len(tensors) == 1 else None
+        if entry is not None:
+            try:
+                if try_broadcast(entry.comm, tensors[0], opts.rootRank):
+                    return note("broadcast", NAME)
+            except TimeoutError as error:
+                entry.explain(error)
+                raise
         work = GroupCollectives.broadcast(self, tensors, opts)
         return None if work is DONE else work
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Gathers all ranks' `input` in `output`, which has as many times its elements as there are ranks."""
         self._sequence += 1
-        entry = self._ready(output, opts) if _is_alike(input, output) else None
+        entry = self._ready(output, opts)
         if entry is not None:
-            note("all_gather_into_tensor", NAME)
-            return _made(entry, entry.comm.all_gather_into_tensor, output, input)
+            try:
+                if try_all_gather(entry.comm, output, input):
+                    return note("all_gather_into_tensor", NAME)
+            except TimeoutError as error:
+                entry.explain(error)
+                raise
         work = GroupCollectives.all_gather_single(self, output, input, opts)
         return None if work is DONE else work
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Reduces all ranks' `input`, and leaves this rank's part of it in `output`."""
         self._sequence += 1
-        if opts is not None and output.dtype in REDUCED and _is_alike(input, output):
-            theirs = opts.reduceOp
-            op = "sum" if theirs == _SUM else operation(theirs)
-            entry = self._ready(output, opts) if op in NATIVE else None
-            if entry is not None:
-                note("reduce_scatter_tensor", NAME)
-                return _made(entry, entry.comm.reduce_scatter_tensor, output, input, op)
+        entry = self._ready(output, opts)
+        if entry is not None:
+            try:
+                if try_reduce_scatter(entry.comm, output, input, opts.reduceOp):
+                    return note("reduce_scatter_tensor", NAME)
+            except TimeoutError as error:
+                entry.explain(error)
+                raise
         work = GroupCollectives.reduce_scatter_single(self, output, input, opts)
         return None if work is DONE else work
 
@@ -351,11 +343,14 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         """Exchanges parts of one tensor. Splits are elements of the first dimension; empty ones are equal
         parts."""
         self._sequence += 1
-        if not output_splits and not input_splits and _is_alike(input, output):
-            entry = self._ready(output, opts)
-            if entry is not None:
-                note("all_to_all_single", NAME)
-                return _made(entry, entry.comm.all_to_all_single, output, input)
+        entry = self._ready(output, opts) if not output_splits and not input_splits else None
+        if entry is not None:
+            try:
+                if try_all_to_all(entry.comm, output, input):
+                    return note("all_to_all_single", NAME)
+            except TimeoutError as error:
+                entry.explain(error)
+                raise
         work = GroupCollectives.all_to_all_single(self, output, input, output_splits, input_splits, opts)
         return None if work is DONE else work
 
