@@ -212,7 +212,7 @@ test-loom:
 
 test-long-loom:
 	$(call begin,long-loom)
-	SYMMPOOL_DEEPER_MODELS=1 $(CARGO_TEST) --lib -- loom explored
+	SYMMPOOL_DEEPER_MODELS=1 $(CARGO_TEST) --lib -- loom explored cuda::protocols
 	$(call passed,long-loom)
 
 # The CUDA driver's calls and every kernel, with no device: see tests/emulator. In three parts that may run at once, as the

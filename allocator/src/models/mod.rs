@@ -41,6 +41,11 @@ pub const ALL: usize = 255;
 /// Adds to the bounds of all models.
 pub(crate) const DEEPER: &str = "SYMMPOOL_DEEPER_MODELS";
 
+/// How much is added to the bounds of all models.
+pub fn deeper() -> usize {
+    std::env::var(DEEPER).ok().map_or(0, |more| more.parse().expect(DEEPER))
+}
+
 /// Whether loom watches this thread. It does not while a model that failed is taken down, as no thread is its turn then.
 fn is_running() -> bool {
     RUNS.get() && !std::thread::panicking()
@@ -70,8 +75,7 @@ pub fn weakened(name: &str, order: Ordering) -> Ordering {
 /// The model is run once for each interleaving, in a thread with a stack as other threads have it. It fails by a panic,
 /// a deadlock, or an access to [`Watched`] memory that is not ordered after another one.
 pub fn prove(preemptions: usize, mutants: &[&'static str], model: fn()) {
-    let more: usize = std::env::var(DEEPER).ok().map_or(0, |more| more.parse().expect(DEEPER));
-    let preemptions = (preemptions + more).min(ALL);
+    let preemptions = (preemptions + deeper()).min(ALL);
     let begin = Instant::now();
     let tried = run(None, preemptions, model).unwrap_or_else(|(tried, text)| {
         panic!("in interleaving {tried}: {text}");

@@ -57,6 +57,8 @@ use crate::types::timeout::Timeout;
 use crate::{AllReduceAlgorithm, AllToAllAlgorithm, CommunicatorMemory, Place};
 pub(crate) use areas::Area;
 use areas::Areas;
+#[cfg(test)]
+pub(in crate::cuda) use areas::{ESCAPED_PATTERN, LAMPORT_PATTERN};
 use decline::CallProgress;
 
 /// How a [`CudaEngine`] behaves. The same on every rank.

@@ -12,6 +12,7 @@
 //! | `engine` | one rank's side of a communicator: its state, and what every call does |
 //! | `ops` | the collectives and the other operations: which kernels and copies they launch |
 //! | `interface` | all of it as an `Engine` |
+//! | `protocols` | for tests: models of what kernels of several devices have among themselves |
 
 mod all_gather;
 mod all_reduce;
@@ -23,6 +24,8 @@ mod interface;
 mod kernel;
 mod layout;
 mod ops;
+#[cfg(test)]
+mod protocols;
 mod reduce_scatter;
 mod select;
 

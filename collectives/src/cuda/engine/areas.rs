@@ -20,9 +20,9 @@ use crate::cuda::driver::api::{CudaHandle, cuda};
 use crate::cuda::layout::params::{AreaFlags, ControlLayout, Footprint, LOCAL_AREAS};
 
 /// Pattern that Lamport inboxes are filled with at first, and that data never has: `EMPTY` in `symmpool/impl/lamport.cuh`.
-const LAMPORT_PATTERN: u32 = 0xffff_ffff;
+pub(in crate::cuda) const LAMPORT_PATTERN: u32 = 0xffff_ffff;
 /// Pattern that escaped Lamport inboxes are filled with at first: `EMPTY` in `symmpool/impl/lamport_escaped.cuh`.
-const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
+pub(in crate::cuda) const ESCAPED_PATTERN: u32 = 0xc35a_96e8;
 
 /// Time between the places of an area's flags and their lengths. A call of a graph that was launched before may run
 /// meanwhile, and must not read a length without its place; it reads both within nanoseconds.

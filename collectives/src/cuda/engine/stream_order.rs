@@ -27,6 +27,7 @@ use symmpool_allocator::driver::{CudaDriver, MemoryDriver};
 use symmpool_allocator::{Error, Result, Stream};
 
 use crate::cuda::driver::api::{Api, CudaHandle};
+use crate::sync::mutant;
 
 /// Operations that the order needs of a device.
 pub(in crate::cuda) trait Events {
@@ -230,10 +231,13 @@ impl StreamOrder {
     fn end_call(&mut self, events: &impl Events, id: StreamId, concurrent: bool) -> Result<()> {
         if events.is_capturing(id.stream) {
             self.in_graphs = true;
+            if mutant("mutant_captured_call_unnoticed") {
+                return Ok(());
+            }
             return self.note_captured(events, id);
         }
         if self.last == Some(id) {
-            self.is_recorded = false;
+            self.is_recorded = self.is_recorded && mutant("mutant_event_of_the_call_before");
             if id.stream.is_per_thread() || (concurrent && !self.in_graphs) {
                 self.record_behind(events, id.stream);
             }
@@ -254,7 +258,8 @@ impl StreamOrder {
         if events.is_capturing(stream) {
             return self.note_captured(events, id);
         }
-        if moves || self.is_recorded || stream.is_per_thread() {
+        let is_behind_event = moves || self.is_recorded || stream.is_per_thread();
+        if is_behind_event && !mutant("mutant_end_not_moved") {
             self.record_behind(events, stream);
         }
         Ok(())
@@ -288,7 +293,9 @@ impl StreamOrder {
             return Ok(());
         }
         if !events.is_capturing(stream) {
-            self.record_behind(events, stream);
+            if !mutant("mutant_wait_within_the_call") {
+                self.record_behind(events, stream);
+            }
             return Ok(());
         }
         self.in_graphs = true;
@@ -311,7 +318,7 @@ impl StreamOrder {
             self.captured = None;
         }
         if holds_last {
-            if !self.is_recorded {
+            if !self.is_recorded && !mutant("mutant_forgotten_unrecorded") {
                 self.record(events, stream)?;
             }
             (self.last, self.is_recorded) = (None, true);

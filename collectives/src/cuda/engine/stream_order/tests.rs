@@ -2,8 +2,10 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
+use symmpool_allocator::models::{deeper, with_fault};
 use symmpool_allocator::testing::SplitMix64;
 use symmpool_allocator::{Result, Stream};
 
@@ -184,6 +186,13 @@ impl RandomCalls {
         self.late[usize::from(captured)].insert(work);
     }
 
+    fn forget(&mut self, stream: Stream) {
+        let captured = self.is_captured(stream);
+        if let Err(error) = self.order.forget(&self.model, stream) {
+            assert!(error.is_invalid_state() && captured, "{error}");
+        }
+    }
+
     fn begin_capture(&mut self, streams: &[Stream]) {
         self.captures += 1;
         for stream in streams {
@@ -232,15 +241,67 @@ fn calls_come_behind_what_belongs_to_the_call_before_and_behind_no_wait_that_fol
                     program.begin_capture(&all[..count]);
                 }
                 9 => program.end_capture(),
-                10 => {
-                    let captured = program.is_captured(stream);
-                    if let Err(error) = program.order.forget(&program.model, stream) {
-                        assert!(error.is_invalid_state() && captured, "{error}");
-                    }
-                }
+                10 => program.forget(stream),
                 _ => program.concurrent = !program.concurrent,
             }
         }
+    }
+}
+
+/// Kinds of steps of a program on two streams.
+const STEPS: usize = 12;
+
+impl RandomCalls {
+    /// The step of that number; false if there is no such step now.
+    fn step(&mut self, number: usize) -> bool {
+        let streams = [stream(16), stream(32)];
+        let stream = streams[number % 2];
+        match number {
+            0 | 1 => self.call(stream),
+            2 | 3 => self.extend(stream),
+            4 | 5 => self.wait(stream),
+            6 | 7 => self.forget(stream),
+            8 | 9 if self.capture.is_none() => self.begin_capture(&[stream]),
+            10 if self.capture.is_none() => self.begin_capture(&streams),
+            8 if self.capture.is_some() => self.end_capture(),
+            11 => self.concurrent = !self.concurrent,
+            _ => return false,
+        }
+        true
+    }
+}
+
+/// Runs all programs of so many steps behind a call, and says how many there are. A program that goes wrong panics.
+fn run_all(steps: usize) -> usize {
+    let mut count = 0;
+    for number in 0..STEPS.pow(steps as u32) {
+        let mut program = RandomCalls::new(false);
+        program.call(stream(16));
+        let mut left = number;
+        let is_whole = (0..steps).all(|_| {
+            let step = left % STEPS;
+            left /= STEPS;
+            program.step(step)
+        });
+        count += usize::from(is_whole);
+    }
+    count
+}
+
+/// All short programs, where the ones above are long and random.
+#[test]
+fn explored_calls_come_behind_the_call_before() {
+    let steps = 4 + deeper();
+    eprintln!("{} programs", run_all(steps));
+    for name in [
+        "mutant_event_of_the_call_before",
+        "mutant_end_not_moved",
+        "mutant_wait_within_the_call",
+        "mutant_forgotten_unrecorded",
+        "mutant_captured_call_unnoticed",
+    ] {
+        let run = || catch_unwind(AssertUnwindSafe(|| run_all(steps)));
+        assert!(with_fault(Some(name), run).is_err(), "{name}");
     }
 }
 
