@@ -44,6 +44,10 @@ from symmpool.groups import process_groups, resolution
 from symmpool.groups.names import group_of, name_of, rank_in, resolved
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmpool.collectives.calls import Planner
+    from symmpool.collectives.plans import Plan
     from symmpool.collectives.types import SplitSizes
     from symmpool.groups.types import GroupLike
 
@@ -81,7 +85,7 @@ for _signature in (
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def world_of(group: Any) -> int:
+def world_of(group: GroupLike) -> int:
     """The number of ranks of a group."""
     group = resolved(group)
     if isinstance(group, (Group, Pool)):
@@ -89,7 +93,7 @@ def world_of(group: Any) -> int:
     dist = process_groups.distributed()
     if dist is not None and (group is not None or dist.is_initialized()):
         return dist.get_world_size(group)
-    return resolution.key_of(group).world
+    return resolution.resolve(group).world
 
 
 def _check_parts(x: torch.Tensor, world: int, what: str) -> None:
@@ -102,7 +106,7 @@ def _check_parts(x: torch.Tensor, world: int, what: str) -> None:
 # Implementations of the operators.
 
 
-def _make(x: torch.Tensor, group: str, plan: Any) -> None:
+def _make(x: torch.Tensor, group: str, plan: Planner) -> None:
     """Makes a call on the communicator that serves a group on the tensor's device."""
     make(x, group_of(group), plan, False)
 
@@ -112,7 +116,7 @@ def _make_new(x: torch.Tensor, group: str, give: Any, plan_into: Any) -> torch.T
     or a lack of memory, the other ranks raise the reason."""
     made: torch.Tensor | None = None
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         nonlocal made
         made = give()
         return plan_into(made)(rank, world)
@@ -126,8 +130,8 @@ def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
     _make(x, group, _plan_all_reduce(None, x, op))
 
 
-def _plan_all_reduce(out: torch.Tensor | None, x: torch.Tensor, op: str) -> Any:
-    def plan(rank: int, world: int) -> Any:
+def _plan_all_reduce(out: torch.Tensor | None, x: torch.Tensor, op: str) -> Planner:
+    def plan(rank: int, world: int) -> Plan:
         if needs_plan(x, out) or reduction_needs_plan(op, x):
             return plans.all_reduce(x, op_name(op), world, out)
         return ("all_reduce", (x, op, out), None, [])
@@ -144,7 +148,7 @@ def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
     return _make_new(x, group, give, lambda out: _plan_all_reduce(out, x, op))
 
 
-def _plan_all_gather(out: torch.Tensor, x: torch.Tensor) -> Any:
+def _plan_all_gather(out: torch.Tensor, x: torch.Tensor) -> Planner:
     return lambda rank, world: plans.all_gather_into_tensor(out, x, world)
 
 
@@ -157,8 +161,8 @@ def _all_gather_into_(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
     _make(out, group, _plan_all_gather(out, x))
 
 
-def _plan_reduce_scatter(out: torch.Tensor, x: torch.Tensor, op: str) -> Any:
-    def plan(rank: int, world: int) -> Any:
+def _plan_reduce_scatter(out: torch.Tensor, x: torch.Tensor, op: str) -> Planner:
+    def plan(rank: int, world: int) -> Plan:
         if needs_plan(out, x) or reduction_needs_plan(op, x):
             return plans.reduce_scatter_tensor(out, x, op_name(op), world)
         return ("reduce_scatter_tensor", (out, x, op), None, [])
@@ -178,13 +182,15 @@ def _reduce_scatter_into_(out: torch.Tensor, x: torch.Tensor, op: str, group: st
     _make(out, group, _plan_reduce_scatter(out, x, op))
 
 
-def _plan_all_to_all(out: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any) -> Any:
+def _plan_all_to_all(
+    out: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+) -> Planner:
     sizes = (list(output_splits) or None, list(input_splits) or None)
     return lambda rank, world: plans.all_to_all_single(out, x, *sizes, world)
 
 
 def _all_to_all(
-    x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
+    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], world: int, group: str
 ) -> torch.Tensor:
     splits = (output_splits, input_splits)
 
@@ -204,7 +210,7 @@ def _all_to_all(
 
 
 def _all_to_all_into_(
-    out: torch.Tensor, x: torch.Tensor, output_splits: Any, input_splits: Any, group: str
+    out: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: str
 ) -> None:
     _make(out, group, _plan_all_to_all(out, x, output_splits, input_splits))
 
@@ -214,7 +220,7 @@ def _broadcast_(x: torch.Tensor, src: int, group: str) -> None:
 
 
 def _broadcast_from_(x: torch.Tensor, src: int, group: str) -> None:
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         return plans.broadcast(x, rank_in(group, "broadcast", src=src, group_src=None), rank)
 
     _make(x, group, plan)
@@ -225,7 +231,7 @@ def _barrier_(x: torch.Tensor, group: str) -> None:
 
 
 def _refused_(x: torch.Tensor, why: str, group: str) -> None:
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         raise InvalidArgumentError(why)
 
     _make(x, group, plan)
@@ -255,7 +261,7 @@ def _reduce_scatter_fake(x: torch.Tensor, op: str, world: int, group: str) -> to
 
 
 def _all_to_all_fake(
-    x: torch.Tensor, output_splits: Any, input_splits: Any, world: int, group: str
+    x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], world: int, group: str
 ) -> torch.Tensor:
     return x.new_empty((sum(output_splits), *x.shape[1:]) if output_splits else x.shape)
 
@@ -264,7 +270,7 @@ def _refused_fake(x: torch.Tensor, why: str, group: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: object) -> None:
     return None
 
 
@@ -295,7 +301,7 @@ _ops = torch.ops.symmpool
 # Gradients.
 
 
-def _keep_reduction(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_reduction(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     ctx.op, ctx.group = inputs[1], inputs[-1]
 
 
@@ -310,7 +316,7 @@ def _all_reduce_backward(ctx: Any, gradient: torch.Tensor) -> Any:
     return _ops.all_reduce(gradient, ctx.op, ctx.group), None, None
 
 
-def _keep_gather(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_gather(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     x, ctx.world, ctx.group = inputs
     ctx.scalar = x.dim() == 0
 
@@ -325,7 +331,7 @@ def _all_gather_backward(ctx: Any, gradient: torch.Tensor) -> Any:
     return part.reshape(()) if ctx.scalar else part, None, None
 
 
-def _keep_scatter(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_scatter(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     _, ctx.op, ctx.world, ctx.group = inputs
 
 
@@ -336,7 +342,7 @@ def _reduce_scatter_backward(ctx: Any, gradient: torch.Tensor) -> Any:
     return whole / ctx.world if ctx.op == "avg" else whole, None, None, None
 
 
-def _keep_splits(ctx: Any, inputs: Any, output: Any) -> None:
+def _keep_splits(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     x, ctx.received, ctx.sent, ctx.world, ctx.group = inputs
     ctx.rows = x.shape[0]
 
@@ -366,7 +372,7 @@ def _watched(name: str) -> Any:
     backward graph. Autograd refuses a backward pass that needs what the call has overwritten."""
     operator = getattr(_ops, name).default
 
-    def call(written: torch.Tensor, *rest: Any) -> None:
+    def call(written: torch.Tensor, *rest: object) -> None:
         watch(written)
         torch.autograd.graph.increment_version(written)
         with torch._C._AutoDispatchBelowAutograd():

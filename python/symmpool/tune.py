@@ -41,6 +41,8 @@ from symmpool.bench.arguments import comma_separated, count_list, positive, size
 from symmpool.errors import DivergedError, Error, InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
+    import numpy
+
     from symmpool.groups.types import GroupLike
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -322,7 +324,7 @@ class TimedCall:
 
         return np.asarray(rank.pool.empty(count, np.dtype(dtype))) if windows else np.empty(count, dtype)
 
-    def _fill(self, tensor: Any, values: Any) -> None:
+    def _fill(self, tensor: Any, values: numpy.ndarray[Any, Any] | int) -> None:
         if self.rank.cuda:
             tensor.copy_(self.rank.torch.as_tensor(values).to(tensor.dtype))
         else:

@@ -6,7 +6,10 @@ Bytes are counted where they are handed to gloo: by symmpool's outer engine, and
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: Bytes that this rank has sent to each rank since `watch`, by rank of the group.
 _sent: dict[int, int] = {}
@@ -55,7 +58,7 @@ def watch() -> None:
     dist.all_gather_into_tensor = all_gather_into_tensor  # type: ignore[assignment]
 
 
-def measured(ranks: Any, placed: list[list[int]], call: Any) -> int:
+def measured(ranks: Any, placed: list[list[int]], call: Callable[..., object]) -> int:
     """Bytes that cross hosts in a call of all ranks. Calls before it have told ranks what to expect."""
     for _ in range(2):
         call()

@@ -21,7 +21,7 @@ import time
 from datetime import timedelta
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.bench import peers, session, table, timing
 from symmpool.bench.arguments import add_measuring, comma_separated, positive, size_list
@@ -40,6 +40,12 @@ from symmpool.bench.order_programs import (
     ours,
     time_replays,
 )
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed
+
+    from symmpool._symmpool import Pool
 
 #: Bytes of tokens for experts at most: a buffer for more takes much of a device.
 MAX_EXPERTS = 64 << 20
@@ -146,7 +152,7 @@ def nccl(order: str) -> str:
     return f"NCCL, {order}"
 
 
-def connect(options: Any) -> tuple[peers.Ranks, bool]:
+def connect(options: argparse.Namespace) -> tuple[peers.Ranks, bool]:
     """This process's ranks, and whether each has a GPU of its own. Ranks that share one meet by gloo, as NCCL
     refuses them."""
     torch, device = session.find_device(options, "--nproc-per-node 2 -m symmpool bench order")
@@ -160,7 +166,14 @@ def connect(options: Any) -> tuple[peers.Ranks, bool]:
 
 
 class Bench:
-    def __init__(self, options: Any, ranks: peers.Ranks, pool: Any, dtype: Any, groups: list[Any] | None):
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        ranks: peers.Ranks,
+        pool: Pool,
+        dtype: torch.dtype,
+        groups: list[torch.distributed.ProcessGroup] | None,
+    ):
         self.options, self.ranks, self.pool, self.dtype, self.groups = options, ranks, pool, dtype, groups
         self.begun = time.monotonic()
         self.done, self.left_out = 0, 0
@@ -305,7 +318,7 @@ def worst(rows: list[Row], orders: list[str]) -> list[str]:
     return lines
 
 
-def prepare(options: Any, device: str) -> None:
+def prepare(options: argparse.Namespace, device: str) -> None:
     """Fills in what was left out."""
     if options.quick:
         options.sizes = options.sizes or size_list(QUICK["sizes"] if device == "cuda" else USUAL["cpu"])
@@ -314,7 +327,7 @@ def prepare(options: Any, device: str) -> None:
     options.sizes = options.sizes or size_list(USUAL[device])
 
 
-def run(options: Any, arguments: list[str]) -> int:
+def run(options: argparse.Namespace, arguments: list[str]) -> int:
     ranks, has_own = connect(options)
     prepare(options, ranks.device.type)
     dtype = getattr(ranks.torch, session.DTYPES[options.dtype])
@@ -355,7 +368,8 @@ def run(options: Any, arguments: list[str]) -> int:
             print(f"not everything was written: {error}", file=sys.stderr)
             unwritten = True
     ranks.meet()
-    bench.pool = bench.groups = None
+    bench.groups = None
+    del bench.pool
     pools.close()
     ranks.dist.destroy_process_group()
     ours_missing = any(name in row.missing for row in rows for name in ORDERS)

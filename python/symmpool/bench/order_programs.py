@@ -8,11 +8,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool import Communicator
 from symmpool._symmpool import ExpertBufferCore
 from symmpool.bench import peers
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+    import torch.distributed
+
+    from symmpool._symmpool import Pool
+    from symmpool.groups.types import GroupLike
 
 #: Bytes of a small call: decoding's.
 SMALL = 4 << 10
@@ -44,7 +53,7 @@ class Library:
     #: How a call would be made, in words.
     explain: Callable[[Any, str, Any, Any], str | None] = lambda *call: None
     #: Ends a round: what it has given back may be used again.
-    end: Callable[[], None] = lambda: None
+    end: Callable[[], object] = lambda: None
 
 
 @dataclass
@@ -78,7 +87,9 @@ def calls_for(size: int) -> int:
 class Program:
     """A program that makes calls of one library in some order. The small calls are all-reduces."""
 
-    def __init__(self, ranks: peers.Ranks, library: Library, operation: str, read: Any, written: Any):
+    def __init__(
+        self, ranks: peers.Ranks, library: Library, operation: str, read: torch.Tensor, written: torch.Tensor
+    ):
         self.ranks, self.torch, self.library = ranks, ranks.torch, library
         self.operation, self.read, self.written = operation, read, written
         self.small = library.empty(SMALL // 2).zero_()
@@ -237,7 +248,9 @@ class Program:
         return made
 
 
-def on_stream(torch: Any, stream: Any) -> Callable[[], contextlib.AbstractContextManager[None]]:
+def on_stream(
+    torch: ModuleType, stream: torch.cuda.Stream | None
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """A context in which calls are made on a stream, behind what the current one was given, and before what
     that is given next."""
 
@@ -287,8 +300,8 @@ def time_replays(ranks: peers.Ranks, made: Made, replays: int) -> float:
     return took / made.calls
 
 
-def ours(ranks: peers.Ranks, pool: Any, dtype: Any, memory: str) -> Library:
-    def make(_: int) -> Any:
+def ours(ranks: peers.Ranks, pool: Pool, dtype: torch.dtype, memory: str) -> Library:
+    def make(_: int) -> Communicator:
         return Communicator(pool, timeout=ranks.timeout, device_memory_grows=True)
 
     def calls(comm: Any) -> dict[str, Callable[[Any, Any], None]]:
@@ -299,17 +312,17 @@ def ours(ranks: peers.Ranks, pool: Any, dtype: Any, memory: str) -> Library:
             "all_to_all": comm.all_to_all_single,
         }
 
-    def empty(count: int) -> Any:
+    def empty(count: int) -> torch.Tensor:
         if memory == "windows":
             return pool.empty(count, dtype)
         return ranks.torch.empty(count, dtype=dtype, device=ranks.device)
 
-    def send(comm: Any, x: Any, out: Any) -> None:
+    def send(comm: Any, x: torch.Tensor, out: torch.Tensor) -> None:
         following, former = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
         comm.send(x, following)
         comm.recv(out, former)
 
-    def experts(comm: Any, x: Any, out: Any) -> Callable[[], None]:
+    def experts(comm: Any, x: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
         torch, count = ranks.torch, x.numel() // HIDDEN
         tokens, sums = (each[: count * HIDDEN].view(count, HIDDEN) for each in (x, out))
         everyone = LOCAL_EXPERTS * ranks.world
@@ -326,7 +339,7 @@ def ours(ranks: peers.Ranks, pool: Any, dtype: Any, memory: str) -> Library:
 
         return call
 
-    def explain(comm: Any, operation: str, x: Any, out: Any) -> str | None:
+    def explain(comm: Any, operation: str, x: torch.Tensor, out: torch.Tensor) -> str | None:
         if operation == EXPERTS:
             return None
         given = None if operation == "all_reduce" else out
@@ -335,10 +348,10 @@ def ours(ranks: peers.Ranks, pool: Any, dtype: Any, memory: str) -> Library:
     return Library("ours", make, calls, empty, send, experts, explain, pool.commit)
 
 
-def of_nccl(ranks: peers.Ranks, groups: list[Any], dtype: Any) -> Library:
+def of_nccl(ranks: peers.Ranks, groups: list[torch.distributed.ProcessGroup], dtype: torch.dtype) -> Library:
     dist = ranks.dist
 
-    def calls(group: Any) -> dict[str, Callable[[Any, Any], None]]:
+    def calls(group: GroupLike) -> dict[str, Callable[[Any, Any], None]]:
         return {
             "all_reduce": lambda out, x: dist.all_reduce(x, group=group),
             "all_gather": partial(dist.all_gather_into_tensor, group=group),
@@ -346,10 +359,10 @@ def of_nccl(ranks: peers.Ranks, groups: list[Any], dtype: Any) -> Library:
             "all_to_all": partial(dist.all_to_all_single, group=group),
         }
 
-    def empty(count: int) -> Any:
+    def empty(count: int) -> torch.Tensor:
         return ranks.torch.empty(count, dtype=dtype, device=ranks.device)
 
-    def send(group: Any, x: Any, out: Any) -> None:
+    def send(group: GroupLike, x: torch.Tensor, out: torch.Tensor) -> None:
         following, former = (ranks.rank + 1) % ranks.world, (ranks.rank - 1) % ranks.world
         both = [dist.P2POp(dist.isend, x, following, group), dist.P2POp(dist.irecv, out, former, group)]
         for work in dist.batch_isend_irecv(both):
@@ -358,7 +371,7 @@ def of_nccl(ranks: peers.Ranks, groups: list[Any], dtype: Any) -> Library:
     return Library("NCCL", lambda nth: groups[nth], calls, empty, send)
 
 
-def buffers(library: Library, operation: str, count: int, world: int) -> tuple[Any, Any]:
+def buffers(library: Library, operation: str, count: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """An input and an output of a collective whose whole tensor has `count` elements. Zeros stay zeros
     when they are summed."""
     whole = library.empty(count).zero_()

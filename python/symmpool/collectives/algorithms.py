@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from symmpool._symmpool import Algorithm, Communicator
 from symmpool.communicators import cache
@@ -40,5 +40,5 @@ def select(
     _communicator(group, device).select(collective, selector)
 
 
-def _communicator(group: Any, device: Any) -> Communicator:
+def _communicator(group: GroupLike, device: DeviceLike) -> Communicator:
     return cache.communicator(group, cache.first_device(group) if device is None else device)

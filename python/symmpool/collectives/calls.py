@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import _count_versions
 from symmpool.collectives.reduce_op import NATIVE, op_name
@@ -18,6 +18,15 @@ from symmpool.communicators.cache import (
 from symmpool.communicators.entry import CommunicatorEntry
 from symmpool.communicators.gradients import watch
 from symmpool.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from symmpool._symmpool import Communicator
+    from symmpool.collectives.plans import Plan
+    from symmpool.collectives.types import Op, Tensor
+    from symmpool.communicators.work import Work
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["make", "make_direct", "needs_plan", "reduction_needs_plan", "with_results"]
 
@@ -52,7 +61,7 @@ def needs_plan(*tensors: Any) -> bool:
     return False
 
 
-def reduction_needs_plan(op: Any, tensor: Any) -> bool:
+def reduction_needs_plan(op: Op, tensor: Tensor) -> bool:
     """Whether a communicator does not reduce such elements so, and there may be another way. What makes no
     sense needs none: the communicator refuses it."""
     dtype = str(getattr(tensor, "dtype", "")).removeprefix("torch.")
@@ -64,7 +73,7 @@ def reduction_needs_plan(op: Any, tensor: Any) -> bool:
         return False
 
 
-def _method(comm: Any, call: str, algorithm: str | None, of: str) -> Any:
+def _method(comm: Communicator, call: str, algorithm: str | None, of: str) -> Callable[..., object]:
     """A communicator's method, with the algorithm that the call names. It is one of the collective `of`."""
     method = getattr(comm, call)
     if algorithm is None:
@@ -81,14 +90,14 @@ def _method(comm: Any, call: str, algorithm: str | None, of: str) -> Any:
 
 
 def make_direct(
-    tensor: Any,
-    group: Any,
+    tensor: Tensor,
+    group: GroupLike,
     call: str,
-    arguments: tuple[Any, ...],
-    results: list[Any],
+    arguments: tuple[object, ...],
+    results: list[Tensor],
     async_op: bool,
     algorithm: str | None = None,
-) -> Any:
+) -> Work | None:
     """Makes a call that needs no plan: of a communicator's method, with the caller's arguments. It writes to
     the tensor, by which the communicator is found."""
     entry = communicator_to_write(tensor, group, None, (call, arguments))
@@ -98,7 +107,9 @@ def make_direct(
     return entry.run(_method(entry.comm, call, algorithm, call), arguments, results, async_op)
 
 
-def _say_written(entry: CommunicatorEntry, call: str, arguments: tuple[Any, ...], writes: Any) -> None:
+def _say_written(
+    entry: CommunicatorEntry, call: str, arguments: tuple[object, ...], writes: Sequence[Tensor]
+) -> None:
     """Has autograd notice what a call overwrites. A broadcast's root only reads."""
     if call != "broadcast" or arguments[1] != entry.comm.rank:
         _count_versions(writes)
@@ -106,20 +117,20 @@ def _say_written(entry: CommunicatorEntry, call: str, arguments: tuple[Any, ...]
 
 @torch_state.opaque
 def make(
-    tensor: Any,
-    group: Any,
+    tensor: Tensor,
+    group: GroupLike,
     plan: Planner,
     async_op: bool,
-    writes: Any = (),
+    writes: Sequence[Tensor] = (),
     algorithm: tuple[str | None, str] = (None, ""),
-) -> Any:
+) -> Work | None:
     """Makes a call on the communicator that serves a group on a tensor's device (without a tensor, where the
     group's first pool is): Work with `async_op`, else None. The call writes to the tensors of `writes`.
 
     What the plan refuses is raised here at once, and reported to the other ranks. `algorithm` is the name of
     one, and the method that it is for."""
 
-    def first(rank: int, world: int) -> tuple[str, tuple[Any, ...]]:
+    def first(rank: int, world: int) -> tuple[str, tuple[object, ...]]:
         call, arguments, prepare, _ = plan(rank, world)
         # A plan with a preparation has checked everything.
         return call, arguments if prepare is None else ()
@@ -135,12 +146,12 @@ def make(
         method = _method(entry.comm, call, *algorithm)
         for each in writes:
             if getattr(each, "requires_grad", False):
-                watch(each)
+                watch(each)  # type: ignore[arg-type]  # only torch's have it
         _say_written(entry, call, arguments, writes)
     return entry.run(method, arguments, results, async_op, prepare)
 
 
-def with_results(plan: Any, results: list[Any]) -> Any:
+def with_results(plan: Plan, results: list[Tensor]) -> Plan:
     """A plan whose Work has these tensors as its results: the caller's, where the plan's are others on the
     same memory."""
     return (*plan[:3], results)

@@ -51,10 +51,12 @@ from symmpool.errors import InvalidArgumentError, TimeoutError, UnsupportedError
 from symmpool.groups.names import rank_in, sizes_or_none
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
+    from typing import NoReturn
 
     import torch
 
+    from symmpool.collectives.plans import Plan
     from symmpool.collectives.types import Op, SplitSizes, Tensor
     from symmpool.communicators.work import Work
     from symmpool.groups.types import GroupLike
@@ -113,7 +115,7 @@ def all_reduce(
         if group is not None and entry.registered is not None and group not in entry.registered:
             entry = None
         elif (tensor if out is None else out).requires_grad:  # type: ignore[union-attr]  # caught below too
-            watch(tensor if out is None else out)
+            watch(tensor if out is None else out)  # type: ignore[arg-type]  # only torch's have it
     except (AttributeError, KeyError):
         entry = None
     if entry is not None and not async_op and entry.pending is None and algorithm is None:
@@ -124,7 +126,7 @@ def all_reduce(
             entry.explain(error)
             raise
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         if needs_plan(tensor, out) or reduction_needs_plan(op, tensor):
             from symmpool.collectives import layout, plans
 
@@ -156,7 +158,7 @@ def reduce_scatter_tensor(
         arguments, call = (output, input, op), "reduce_scatter_tensor"
         return make_direct(output, group, call, arguments, [output], async_op, algorithm)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         tensors = layout.as_torch("output", output), layout.as_torch("input", input)
@@ -184,7 +186,7 @@ def all_gather_into_tensor(
         arguments, call = (output_tensor, input_tensor), "all_gather_into_tensor"
         return make_direct(output_tensor, group, call, arguments, [output_tensor], async_op, algorithm)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         output = layout.as_torch("output_tensor", output_tensor)
@@ -239,7 +241,7 @@ def all_to_all_single(
         arguments = (output, input, *sizes)
         return make_direct(output, group, "all_to_all_single", arguments, [output], async_op, algorithm)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         tensors = layout.as_torch("output", output), layout.as_torch("input", input)
@@ -263,7 +265,7 @@ def all_to_all_v(
     _end_graph("all_to_all_v", output, group)
     arguments = (output, input, input_splits, output_splits, output_offsets)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         return ("all_to_all_v", arguments, None, [output])
 
     return make(output, group, plan, async_op, [output, output_splits, output_offsets])
@@ -293,7 +295,7 @@ def broadcast(
     if root is not None and not planned:
         return make_direct(tensor, group, "broadcast", (tensor, root), [tensor], async_op, algorithm)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         root = rank_in(group, "broadcast", src=src, group_src=group_src)
         if not planned:
             return ("broadcast", (tensor, root), None, [tensor])
@@ -319,7 +321,7 @@ def reduce(
     # This rank's call writes to the root's tensor alone.
     written: list[Any] = []
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         root = rank_in(group, "reduce", dst=dst, group_dst=group_dst)
@@ -339,7 +341,7 @@ def all_gather(
     copies."""
     _end_graph("all_gather", tensor, group)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         outputs = _listed("tensor_list", tensor_list)
@@ -360,7 +362,7 @@ def reduce_scatter(
     copies."""
     _end_graph("reduce_scatter", output, group)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         inputs, x = _listed("input_list", input_list), layout.as_torch("output", output)
@@ -381,7 +383,7 @@ def all_to_all(
     tensor = next(iter(_each(output_tensor_list)), None)
     _end_graph("all_to_all", tensor, group)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import plans
 
         outputs = _listed("output_tensor_list", output_tensor_list)
@@ -403,7 +405,7 @@ def gather(
     `all_gather`."""
     _end_graph("gather", tensor, group)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         root = rank_in(group, "gather", dst=dst, group_dst=group_dst, default=0)
@@ -426,14 +428,14 @@ def gather_single(
     `gather`."""
     _end_graph("gather_single", tensor, group)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         root = rank_in(group, "gather_single", dst=dst, group_dst=group_dst, default=0)
         _check_rank("gather_single", "dst", root, world)
         whole = None if gather_tensor is None else layout.as_torch("gather_tensor", gather_tensor)
         made = plans.gather_single(whole, layout.as_torch("tensor", tensor), root, rank, world)
-        return with_results(made, [gather_tensor])
+        return with_results(made, [] if gather_tensor is None else [gather_tensor])
 
     return make(tensor, group, plan, async_op, _each(None if gather_tensor is None else [gather_tensor]))
 
@@ -451,7 +453,7 @@ def scatter(
     `all_gather`."""
     _end_graph("scatter", tensor, group)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import layout, plans
 
         root = rank_in(group, "scatter", src=src, group_src=group_src, default=0)
@@ -498,10 +500,10 @@ def barrier(
     return None if entry is None else entry.run(entry.comm.barrier, (), [], async_op)
 
 
-def _refuse_barrier(group: Any, why: BaseException) -> None:
+def _refuse_barrier(group: GroupLike, why: BaseException) -> None:
     """Reports to the other ranks that this one makes no barrier, where the group's first pool is."""
 
-    def refused(rank: int, world: int) -> Any:
+    def refused(rank: int, world: int) -> NoReturn:
         raise why
 
     entry = cache.look_up(None, group, devices.number_of(cache.first_device(group)), refused)
@@ -510,7 +512,7 @@ def _refuse_barrier(group: Any, why: BaseException) -> None:
             raise why
 
 
-def _device_of(device_ids: Any) -> str:
+def _device_of(device_ids: Sequence[int] | None) -> str:
     numbers = list(device_ids) if isinstance(device_ids, (list, tuple)) else []
     if len(numbers) != 1 or not isinstance(numbers[0], int):
         raise InvalidArgumentError(
@@ -519,7 +521,7 @@ def _device_of(device_ids: Any) -> str:
     return f"cuda:{numbers[0]}"
 
 
-def _end_graph(call: str, tensor: Any, group: Any) -> None:
+def _end_graph(call: str, tensor: Tensor | None, group: GroupLike) -> None:
     """For calls that are no operators: they end a compiled graph, and modes of torch cannot see them."""
     if torch_state.compiling():
         from symmpool.ops import traced
@@ -532,7 +534,7 @@ def _end_graph(call: str, tensor: Any, group: Any) -> None:
         )
 
 
-def _is_fake(tensor: Any) -> bool:
+def _is_fake(tensor: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
@@ -543,11 +545,11 @@ def _check_rank(call: str, name: str, root: int, world: int) -> None:
         raise InvalidArgumentError(f"{call}: {name}: root {root} of a group of {world} ranks")
 
 
-def _each(tensors: Any) -> list[Any]:
+def _each(tensors: Iterable[Tensor] | None) -> list[Tensor]:
     return list(tensors) if isinstance(tensors, (list, tuple)) else []
 
 
-def _listed(name: str, tensors: Any) -> list[Any]:
+def _listed(name: str, tensors: Iterable[Tensor]) -> list[torch.Tensor]:
     """The tensors of a list, as torch's."""
     from symmpool.collectives import layout
 

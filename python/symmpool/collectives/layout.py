@@ -6,13 +6,19 @@ Functions take tensors of torch, but for `as_torch`, which makes them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmpool._symmpool import Block, _shows_memory
 from symmpool.communicators.tensors import check_distinct
 from symmpool.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from symmpool.collectives.types import Tensor
+    from symmpool.communicators.work import PreparedCall
 
 __all__ = [
     "as_torch",
@@ -29,7 +35,7 @@ __all__ = [
 ]
 
 
-def as_torch(name: str, tensor: Any) -> torch.Tensor:
+def as_torch(name: str, tensor: Tensor) -> torch.Tensor:
     """A tensor of torch on the memory of one of torch, numpy or this package. `name` is the argument's."""
     if isinstance(tensor, torch.Tensor):
         if tensor.is_nested:
@@ -112,19 +118,19 @@ def copy_back(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], No
     return copy
 
 
-def message(tensor: torch.Tensor, peer: int, sends: bool) -> Callable[[], Any]:
+def message(tensor: torch.Tensor, peer: int, sends: bool) -> Callable[[], PreparedCall]:
     """Returns the function that makes the arguments of a send or a receive of a tensor that is not plain: see
     `symmpool.collectives.plans.Prepare`. Raises an error if the tensor is wrong."""
     (check_source if sends else check_destination)(tensor)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         place, finish = (plain(tensor), None) if sends else destination(tensor)
         return (place, peer), finish
 
     return prepare
 
 
-def contiguous(arguments: tuple[Any, ...], writes: bool) -> tuple[list[Any], Callable[[], None] | None]:
+def contiguous(arguments: tuple[object, ...], writes: bool) -> tuple[list[Any], Callable[[], None] | None]:
     """The arguments of a call of another backend, with copies of tensors that are not plain, also in lists.
     If the call `writes` to those of the first argument, also what copies them back."""
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -148,7 +154,7 @@ def contiguous(arguments: tuple[Any, ...], writes: bool) -> tuple[list[Any], Cal
     return found, copy_back(pairs) if pairs else None
 
 
-def first_tensor(arguments: Any) -> torch.Tensor | None:
+def first_tensor(arguments: Iterable[object]) -> torch.Tensor | None:
     """The first tensor among the arguments of a call, or in lists among them."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):

@@ -32,6 +32,7 @@ from symmpool.groups.names import group_of, rank_in, rank_of_default
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import SupportsIndex
 
     import torch.distributed
 
@@ -167,7 +168,7 @@ class _MessageWork(Work):
 
     def _source_rank(self) -> int:
         self.wait()
-        return self._results[1]
+        return self._results[1]  # type: ignore[return-value]  # see `_message`
 
 
 class _Lines:
@@ -187,7 +188,12 @@ class _Lines:
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
 
     def begin(
-        self, call: str, peer: int | None, function: Any, arguments: Any, results: list[Any]
+        self,
+        call: str,
+        peer: int | None,
+        function: Callable[..., object],
+        arguments: Any,
+        results: list[Tensor],
     ) -> HostWork:
         """Has the thread of a direction make a message behind those that it was given before."""
         with self._lock:
@@ -225,7 +231,7 @@ _lines: weakref.WeakKeyDictionary[CommunicatorEntry, _Lines] = weakref.WeakKeyDi
 
 
 @torch_state.opaque
-def _message(call: str, tensor: Any, group: Any, tag: int, waits: bool, **peers: Any) -> Any:
+def _message(call: str, tensor: Any, group: GroupLike, tag: int, waits: bool, **peers: Any) -> Any:
     """Makes a message, or begins it."""
     from symmpool.collectives.functions import _end_graph
 
@@ -273,7 +279,7 @@ def _message(call: str, tensor: Any, group: Any, tag: int, waits: bool, **peers:
     return found[1]
 
 
-def _check_tag(tag: Any) -> None:
+def _check_tag(tag: SupportsIndex) -> None:
     try:
         is_tag = operator.index(tag) >= 0
     except TypeError:
@@ -317,7 +323,7 @@ def _first_sender(entry: CommunicatorEntry, lines: _Lines) -> int:
         pause = min(pause * 1.5, 1e-3)
 
 
-def _before_a_collective(call: str, tensor: Any, group: Any, tag: int, waits: bool, peers: Any) -> Any:
+def _before_a_collective(call: str, tensor: Any, group: GroupLike, tag: int, waits: bool, peers: Any) -> Any:
     """A message on a group that has no communicator: torch carries it, on a process group of torch."""
     dist = process_groups.distributed()
     found = group_of(group) if isinstance(group, (str, tuple)) else group

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,6 +32,10 @@ from symmpool.collectives.layout import (
 from symmpool.collectives.reduce_op import NATIVE
 from symmpool.collectives.reductions import REDUCED, Op, ReductionPlan, reduction
 from symmpool.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from symmpool.collectives.types import SplitSizes
+    from symmpool.communicators.work import PreparedCall
 
 __all__ = ["Plan", "check_lists"]
 
@@ -57,7 +61,7 @@ def all_reduce(tensor: torch.Tensor, op: Op, world: int, out: torch.Tensor | Non
         return _encoded(tensor, made, world, target, True)
     check_destination(target)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         place, finish = destination(target)
         return (place, op) if out is None else (plain(tensor), op, place), finish
 
@@ -74,7 +78,7 @@ def all_reduce_coalesced(tensors: list[torch.Tensor], op: Op, world: int) -> Pla
         check_destination(each)
     call = all_reduce(first.new_empty(0), op, world)[0]
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         together = torch.cat([row(each) for each in tensors])
         _, arguments, inner, _ = all_reduce(together, op, world)
         arguments, finish = (arguments, None) if inner is None else inner()
@@ -98,7 +102,7 @@ def _encoded(
     if keeps:
         check_destination(target)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         source = made.encode(tensor)
         combine = made.combine
         if combine is None:
@@ -135,7 +139,7 @@ def reduce(tensor: torch.Tensor, op: Op, root: int, rank: int, world: int) -> Pl
     if rank == root:
         check_destination(tensor)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         source = plain(tensor)
         total = torch.empty_like(source)
         return (source, op, total), copy_back([(tensor, total)]) if rank == root else None
@@ -150,7 +154,7 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Plan:
     # The root's is only read.
     (check_source if rank == root else check_destination)(tensor)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         place, finish = (plain(tensor), None) if rank == root else destination(tensor)
         return (place, root), finish
 
@@ -165,7 +169,7 @@ def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, world: int
     check_source(input)
     check_destination(output)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         place, finish = destination(output)
         return (place, plain(input)), finish
 
@@ -195,7 +199,7 @@ def _scattered(
     """A reduce-scatter of what `whole` gives: the name of the call, and its preparation."""
     if made is None:
 
-        def prepare_plain() -> Any:
+        def prepare_plain() -> PreparedCall:
             place, finish = destination(output)
             return (place, plain(whole()), op), finish
 
@@ -203,14 +207,14 @@ def _scattered(
     combine = made.combine
     if combine is None:
 
-        def prepare_sum() -> Any:
+        def prepare_sum() -> PreparedCall:
             source = made.encode(whole())
             total = source.new_empty(source.numel() // world)
             return (total, source, made.op), _decoded(output, made, lambda: total)
 
         return "reduce_scatter_tensor", prepare_sum
 
-    def prepare_parts() -> Any:
+    def prepare_parts() -> PreparedCall:
         source = made.encode(whole())
         parts = torch.empty_like(source)
         return (parts, source), _decoded(output, made, lambda: combine(parts.view(world, -1)))
@@ -221,8 +225,8 @@ def _scattered(
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
-    output_sizes: Any,
-    input_sizes: Any,
+    output_sizes: SplitSizes,
+    input_sizes: SplitSizes,
     world: int,
 ) -> Plan:
     """Part r of every rank's `input`, sent to rank r."""
@@ -235,7 +239,7 @@ def all_to_all_single(
     check_source(input)
     check_destination(output)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         place, finish = destination(output)
         return (place, plain(input), output_sizes, input_sizes), finish
 
@@ -243,7 +247,12 @@ def all_to_all_single(
 
 
 def all_to_all_whole(
-    output: torch.Tensor, input: torch.Tensor, output_sizes: Any, input_sizes: Any, rank: int, world: int
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_sizes: SplitSizes,
+    input_sizes: SplitSizes,
+    rank: int,
+    world: int,
 ) -> Plan:
     """Plans `all_to_all_single` where split sizes must be for all rows, as torch's other backends have it: a
     communicator would leave the last rows where they are."""
@@ -269,7 +278,7 @@ def all_gather(outputs: list[torch.Tensor], input: torch.Tensor, world: int) -> 
     _check_written(outputs)
     check_source(input)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         (flat, finish), sent = _split(outputs, sizes), row(input)
         if is_even:
             return (flat, sent), finish
@@ -296,7 +305,7 @@ def reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], op: Op, ran
         call, prepare = _scattered(output, lambda: _joined(inputs), made, op, world)
         return (call, (output, *inputs), prepare, [output])
 
-    def prepare_uneven() -> Any:
+    def prepare_uneven() -> PreparedCall:
         whole = _joined(inputs)
         _, arguments, encode, _ = all_reduce(whole, op, world)
         decode = None
@@ -324,7 +333,7 @@ def all_to_all(outputs: list[torch.Tensor], inputs: list[torch.Tensor], world: i
     for each in inputs:
         check_source(each)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         flat, finish = _split(outputs, sizes)
         return (flat, _joined(inputs), sizes, counts), finish
 
@@ -338,7 +347,7 @@ def gather(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, ra
     check_source(tensor)
     _check_written(parts or [])
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         flat = tensor.new_empty(world * count)
         sent = [count if peer == root else 0 for peer in range(world)]
         if rank != root:
@@ -376,7 +385,7 @@ def scatter(tensor: torch.Tensor, parts: list[torch.Tensor] | None, root: int, r
     for each in parts or ():
         check_source(each)
 
-    def prepare() -> Any:
+    def prepare() -> PreparedCall:
         place, finish = destination(tensor)
         received = [count if peer == root else 0 for peer in range(world)]
         if rank == root:
@@ -417,7 +426,7 @@ def _check_alike(name: str, tensor: torch.Tensor, other: torch.Tensor, count: in
         raise InvalidArgumentError(f"{name}: on {tensor.device}, where the other tensor is on {other.device}")
 
 
-def _check_sizes(name: str, tensor: torch.Tensor, sizes: Any, world: int) -> None:
+def _check_sizes(name: str, tensor: torch.Tensor, sizes: SplitSizes, world: int) -> None:
     """Refuses split sizes of a tensor that are not rows for every rank, or are more than it has."""
     what = f"{name}_split_sizes"
     if sizes is None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from symmpool.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from symmpool.collectives.types import Op
 
 __all__ = ["BITWISE", "NATIVE", "ReduceOp", "op_name"]
 
@@ -33,7 +36,7 @@ BITWISE = ("band", "bor", "bxor")
 _NAMES = frozenset((*NATIVE, *BITWISE))
 
 
-def op_name(op: Any) -> str:
+def op_name(op: Op) -> str:
     """The name of a reduction that is given by its name or by a constant of torch.distributed.ReduceOp."""
     if op is None:
         return "sum"

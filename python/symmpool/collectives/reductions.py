@@ -100,7 +100,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _multiplied(factor: Any, dtype: torch.dtype) -> ReductionPlan:
+def _multiplied(factor: float | torch.Tensor, dtype: torch.dtype) -> ReductionPlan:
     """A sum of inputs times a factor, which is multiplied in the elements' own type, as in NCCL."""
     if dtype not in _MULTIPLIED:
         raise InvalidArgumentError(

@@ -15,6 +15,7 @@ from symmpool.errors import InvalidArgumentError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from symmpool.collectives.plans import Plan
     from symmpool.collectives.types import Op, Tensor
     from symmpool.communicators.work import Work
     from symmpool.groups.types import GroupLike
@@ -30,7 +31,7 @@ def all_reduce_coalesced(
     listed = list(tensors) if isinstance(tensors, (list, tuple)) else []
     _end_graph("all_reduce_coalesced", next(iter(listed), None), group)
 
-    def plan(rank: int, world: int) -> Any:
+    def plan(rank: int, world: int) -> Plan:
         from symmpool.collectives import plans
 
         if not listed:

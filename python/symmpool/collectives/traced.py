@@ -6,7 +6,7 @@ operator that is refused on every rank when it runs. `symmpool.ops` registers th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +16,8 @@ from symmpool.errors import InvalidArgumentError
 from symmpool.groups.names import name_of
 
 if TYPE_CHECKING:
+    from symmpool.collectives.types import Op, SplitSizes, Tensor
+    from symmpool.communicators.work import Work
     from symmpool.groups.types import GroupLike
 
 __all__ = [
@@ -47,7 +49,7 @@ def text_of(group: GroupLike) -> str:
     return name_of(group)
 
 
-def name_of_op(op: Any) -> str:
+def name_of_op(op: Op) -> str:
     """The name of a reduction, as operators of torch are given it: "sum", ... What is none of ours is refused
     by the operator."""
     if isinstance(op, ReduceOp):
@@ -79,7 +81,7 @@ def name_of_op(op: Any) -> str:
     return str(op)
 
 
-def _is_refused(tensor: Any, group: Any, async_op: bool, algorithm: Any) -> bool:
+def _is_refused(tensor: Tensor, group: GroupLike, async_op: bool, algorithm: str | None) -> bool:
     """Whether compiled code asks for what it has not. Then the call is refused on every rank when it runs."""
     why = None
     if async_op and torch.compiler.is_dynamo_compiling():
@@ -94,19 +96,19 @@ def _is_refused(tensor: Any, group: Any, async_op: bool, algorithm: Any) -> bool
     return why is not None
 
 
-def _is_outside(group: Any) -> bool:
+def _is_outside(group: GroupLike) -> bool:
     """Whether this process is no member of a process group of torch. Such calls do nothing."""
     return group is _NO_MEMBER
 
 
-def _done(async_op: bool, *results: torch.Tensor) -> Any:
+def _done(async_op: bool, *results: Tensor) -> Work | None:
     """Returns the result of a call that was made as an operator, and is done."""
     return DoneWork(list(results)) if async_op else None
 
 
 def traced_all_reduce(
-    tensor: Any, op: Any, group: Any, async_op: bool, out: Any, algorithm: Any = None
-) -> Any:
+    tensor: Tensor, op: Op, group: GroupLike, async_op: bool, out: Tensor | None, algorithm: str | None = None
+) -> Work | None:
     """`symmpool.all_reduce` as an operator. Returns a finished Work with `async_op`, else None."""
     if _is_outside(group) or _is_refused(tensor if out is None else out, group, async_op, algorithm):
         return None
@@ -118,8 +120,8 @@ def traced_all_reduce(
 
 
 def traced_reduce_scatter(
-    output: Any, input: Any, op: Any, group: Any, async_op: bool, algorithm: Any = None
-) -> Any:
+    output: Tensor, input: Tensor, op: Op, group: GroupLike, async_op: bool, algorithm: str | None = None
+) -> Work | None:
     """`symmpool.reduce_scatter_tensor` as an operator. Returns a finished Work with `async_op`, else None."""
     if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
         return None
@@ -128,7 +130,9 @@ def traced_reduce_scatter(
     return _done(async_op, output)
 
 
-def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool, algorithm: Any = None) -> Any:
+def traced_all_gather(
+    output: Tensor, input: Tensor, group: GroupLike, async_op: bool, algorithm: str | None = None
+) -> Work | None:
     """`symmpool.all_gather_into_tensor` as an operator. Returns a finished Work with `async_op`, else
     None."""
     if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
@@ -137,7 +141,7 @@ def traced_all_gather(output: Any, input: Any, group: Any, async_op: bool, algor
     return _done(async_op, output)
 
 
-def are_sizes(given: Any) -> bool:
+def are_sizes(given: object) -> bool:
     """Whether split sizes are such as an operator takes."""
     if given is None:
         return True
@@ -147,8 +151,13 @@ def are_sizes(given: Any) -> bool:
 
 
 def traced_all_to_all(
-    output: Any, input: Any, sizes: Any, group: Any, async_op: bool, algorithm: Any = None
-) -> Any:
+    output: Tensor,
+    input: Tensor,
+    sizes: tuple[SplitSizes, SplitSizes],
+    group: GroupLike,
+    async_op: bool,
+    algorithm: str | None = None,
+) -> Work | None:
     """`symmpool.all_to_all_single` as an operator. `sizes` are the output's and the input's splits, in
     elements of the first dimension, or None. Returns a finished Work with `async_op`, else None."""
     if _is_outside(group) or _is_refused(output, group, async_op, algorithm):
@@ -164,8 +173,13 @@ def traced_all_to_all(
 
 
 def traced_broadcast(
-    tensor: Any, src: Any, group: Any, group_src: Any, async_op: bool, algorithm: Any = None
-) -> Any:
+    tensor: Tensor,
+    src: int | None,
+    group: GroupLike,
+    group_src: int | None,
+    async_op: bool,
+    algorithm: str | None = None,
+) -> Work | None:
     """`symmpool.broadcast` as an operator: from the global rank `src` or the group's rank `group_src`.
     Returns a finished Work with `async_op`, else None."""
     if _is_outside(group) or _is_refused(tensor, group, async_op, algorithm):
@@ -180,7 +194,7 @@ def traced_broadcast(
     return _done(async_op, tensor)
 
 
-def dispatched_barrier(device: int, group: Any, async_op: bool) -> Any:
+def dispatched_barrier(device: int, group: GroupLike, async_op: bool) -> Work | None:
     """`symmpool.barrier` as an operator, on the CPU for a negative device. Returns a finished Work with
     `async_op`, else None."""
     if _is_outside(group):

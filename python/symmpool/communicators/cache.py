@@ -29,7 +29,10 @@ from symmpool.groups import declined_calls, pool_registry, process_groups, resol
 from symmpool.groups.names import group_of, resolved
 
 if TYPE_CHECKING:
-    from symmpool.groups.types import DeviceLike, GroupLike
+    from collections.abc import Hashable
+
+    from symmpool.collectives.types import Tensor
+    from symmpool.groups.types import DeviceLike, GroupKey, GroupLike
 
 __all__ = ["CommunicatorCache", "communicator", "communicator_for", "first_device", "forget", "look_up"]
 
@@ -66,12 +69,12 @@ class CommunicatorCache:
         self._lock._at_fork_reinit()  # type: ignore[attr-defined]
         self._making.clear()
 
-    def lock_for(self, owner: Any, what: Any = None) -> threading.RLock:
+    def lock_for(self, owner: GroupKey, what: Hashable = None) -> threading.RLock:
         """Held by the thread that makes something of a group or of a pool."""
         with self._lock:
             return self._making.setdefault(owner, {}).setdefault(what, threading.RLock())
 
-    def of_group(self, key: Any, device: int) -> tuple[Pool, CommunicatorEntry] | None:
+    def of_group(self, key: GroupKey, device: int) -> tuple[Pool, CommunicatorEntry] | None:
         """Returns the entry that serves a group on a device, if it was made."""
         with self._lock:
             return self._of_group.get(key, {}).get(device)
@@ -80,13 +83,13 @@ class CommunicatorCache:
         """A pool's communicator, if it was made."""
         return self._of_pool.get(pool)
 
-    def on_group(self, key: Any) -> list[CommunicatorEntry]:
+    def on_group(self, key: GroupKey) -> list[CommunicatorEntry]:
         """The communicators on a group's pools."""
         with self._lock:
             pools = pool_registry.pools_of(key)
             return [self._of_pool[pool] for pool in pools if pool in self._of_pool]
 
-    def add(self, key: Any, device: int, pool: Pool, entry: CommunicatorEntry) -> None:
+    def add(self, key: GroupKey, device: int, pool: Pool, entry: CommunicatorEntry) -> None:
         """From now on the entry serves the group on the device."""
         with self._lock:
             self._of_group.setdefault(key, {})[device] = (pool, entry)
@@ -96,7 +99,7 @@ class CommunicatorCache:
         with self._lock:
             self._of_pool[pool] = entry
 
-    def remember(self, key: Any, device: int, entry: CommunicatorEntry) -> None:
+    def remember(self, key: GroupKey, device: int, entry: CommunicatorEntry) -> None:
         """Calls on the group find the entry by the group's id, where no second pool could be meant."""
         with self._lock:
             if len(pools_on(key, device)) < 2:
@@ -123,7 +126,7 @@ class CommunicatorCache:
                 for device in [each for each, (held, _) in entries.items() if held is pool]:
                     del entries[device]
 
-    def end(self, key: Any) -> None:
+    def end(self, key: GroupKey) -> None:
         """Lets go of all that serves a group, and of its pools."""
         with self._lock:
             pools = pool_registry.pools_of(key)
@@ -149,7 +152,7 @@ def forget(pool: Pool) -> None:
     cache.forget(pool)
 
 
-def end(key: Any, wait: bool) -> None:
+def end(key: GroupKey, wait: bool) -> None:
     """Lets go of what serves a process group of torch that is shut down, and of its pools. What the
     program holds itself stays. With `wait`, what was begun comes to its end before."""
     if wait:
@@ -169,7 +172,7 @@ def communicator(group: GroupLike = None, device: DeviceLike = None) -> Communic
     return entry.public
 
 
-def known_pool_of(group: Any, number: int) -> Pool | None:
+def known_pool_of(group: GroupLike, number: int) -> Pool | None:
     """The pool to which the last call of a group on a device led, if none was made or ended since. Talks to
     nobody."""
     # The short way of `communicator_for`: each step of FSDP asks some thirty times.
@@ -179,7 +182,7 @@ def known_pool_of(group: Any, number: int) -> Pool | None:
     return entry.pool()
 
 
-def pool_of(group: Any, number: int) -> Pool:
+def pool_of(group: GroupLike, number: int) -> Pool:
     """The pool whose communicator serves a group on the device of a number (-1: the CPU); made if need be,
     which is collective."""
     pool = known_pool_of(group, number)
@@ -191,7 +194,7 @@ def pool_of(group: Any, number: int) -> Pool:
     return found[0]
 
 
-def set_timeout(group: Any, seconds: float) -> None:
+def set_timeout(group: GroupLike, seconds: float) -> None:
     """Has calls on a process group wait so long for a late rank from now on, those of its communicators
     and of such as are made later. Talks to nobody."""
     key = resolution.key_of(group)
@@ -201,14 +204,14 @@ def set_timeout(group: Any, seconds: float) -> None:
 
 
 def communicator_for(
-    tensor: Any, group: Any, call: first_call.Call | None = None
+    tensor: Tensor, group: GroupLike, call: first_call.Call | None = None
 ) -> CommunicatorEntry | None:
     """Returns the entry that serves a call on a tensor; made if need be. None where this process has no part
     in it. With `call`, the call itself, wrong arguments are refused before anything is made, which waits for
     others."""
     try:
         # Tensors of torch have this method; for others the device is found below.
-        device = tensor.get_device()
+        device = tensor.get_device()  # type: ignore[union-attr]  # caught below
         entry = looked_up[device][id(torch_state.torch_world._default_pg if group is None else group)]
         if group is None or entry.registered is None or group in entry.registered:
             return entry
@@ -218,18 +221,18 @@ def communicator_for(
 
 
 def communicator_to_write(
-    tensor: Any, group: Any, out: Any = None, call: first_call.Call | None = None
+    tensor: Tensor, group: GroupLike, out: Tensor | None = None, call: first_call.Call | None = None
 ) -> CommunicatorEntry | None:
     """Returns the entry of `communicator_for`, for a call that writes to the tensor, or to `out`."""
     entry = communicator_for(tensor, group, call)
     written = tensor if out is None else out
     if entry is not None and getattr(written, "requires_grad", False):
-        watch(written)
+        watch(written)  # type: ignore[arg-type]  # only torch's have it
     return entry
 
 
 def look_up(
-    tensor: Any, group: Any, device: int, call: first_call.Call | None = None
+    tensor: Tensor | None, group: GroupLike, device: int, call: first_call.Call | None = None
 ) -> CommunicatorEntry | None:
     """Returns the entry of `communicator_for`, for calls on a group that was not looked up yet, or without a
     tensor."""
@@ -269,7 +272,7 @@ def look_up(
     return entry
 
 
-def is_ready(tensor: Any, group: Any) -> bool:
+def is_ready(tensor: Tensor, group: GroupLike) -> bool:
     """Whether a call on a tensor finds a communicator that was made. Talks to nobody."""
     group = resolved(group)
     if isinstance(group, Pool):
@@ -278,7 +281,7 @@ def is_ready(tensor: Any, group: Any) -> bool:
     return cache.of_group(key, device) is not None
 
 
-def _key_of(group: Any, tensor: Any) -> Any:
+def _key_of(group: GroupLike, tensor: Tensor | None) -> GroupKey:
     try:
         return resolution.key_of(group)
     except InvalidArgumentError as error:
@@ -290,20 +293,20 @@ def _key_of(group: Any, tensor: Any) -> Any:
         ) from error
 
 
-def pools_on(key: Any, device: int) -> list[Pool]:
+def pools_on(key: GroupKey, device: int) -> list[Pool]:
     """The pools on a group and a device, in the order they were made."""
     name = name_of(device)
     return [pool for pool in pool_registry.pools_of(key) if pool.device == name]
 
 
-def _made_on_group(key: Any, device: int) -> CommunicatorEntry:
+def _made_on_group(key: GroupKey, device: int) -> CommunicatorEntry:
     """Returns the entry that serves a group on a device, made by one thread if need be."""
     with cache.lock_for(key, device):
         found = cache.of_group(key, device) or _make_on_group(key, device)
     return found[1]
 
 
-def _make_on_group(key: Any, device: int) -> tuple[Pool, CommunicatorEntry]:
+def _make_on_group(key: GroupKey, device: int) -> tuple[Pool, CommunicatorEntry]:
     """Makes what serves a group on a device: on its first pool there, or on a new one. A new pool on which
     no communicator could be made is forgotten, so that the next call begins anew."""
     pools = pools_on(key, device)
@@ -348,13 +351,13 @@ def _made_on_pool(pool: Pool, serves_subgroups: bool = False) -> CommunicatorEnt
     return entry
 
 
-def is_outside(group: Any) -> bool:
+def is_outside(group: GroupLike) -> bool:
     """Whether this process is no member of a process group of torch."""
     dist = process_groups.distributed()
     return dist is not None and group is dist.GroupMember.NON_GROUP_MEMBER
 
 
-def _warns_outside(group: Any) -> bool:
+def _warns_outside(group: GroupLike) -> bool:
     """Whether this process is no member of a group. Such calls do nothing and warn, as torch's."""
     if not is_outside(group):
         return False
@@ -368,7 +371,7 @@ def _warns_outside(group: Any) -> bool:
     return True
 
 
-def first_device(group: Any, otherwise: Callable[[], str] = lambda: "cpu") -> str:
+def first_device(group: GroupLike, otherwise: Callable[[], str] = lambda: "cpu") -> str:
     """Where a group's first pool is; or what the function says, if it has none."""
     group = resolved(group)
     if isinstance(group, Pool):

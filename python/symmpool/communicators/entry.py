@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from symmpool._symmpool import Communicator, Pool, check_call
 from symmpool.communicators import forks, sm_budget
@@ -15,7 +15,14 @@ from symmpool.communicators.work import Prepare, Prepared, reason_of
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError
 from symmpool.groups import pool_registry
 
+if TYPE_CHECKING:
+    from symmpool.collectives.types import Tensor
+    from symmpool.communicators.work import Work
+
 __all__ = ["CommunicatorEntry", "Preparation", "name_pool", "reason_of"]
+
+
+_Result = TypeVar("_Result")
 
 
 class CommunicatorEntry:
@@ -91,7 +98,7 @@ class CommunicatorEntry:
                     # So has a signal handler in this thread, in the middle of these lines.
                     self.pending = pending
 
-    def _join_for(self, call: Any, arguments: tuple[Any, ...] | None) -> None:
+    def _join_for(self, call: Callable[..., object], arguments: tuple[object, ...] | None) -> None:
         """Joins like `join_pending`, before such a call; without arguments, one that was checked. Wrong
         arguments are refused first: what was begun may wait for ranks that are elsewhere."""
         if self.device >= 0:
@@ -106,11 +113,11 @@ class CommunicatorEntry:
                 self._check(call, arguments)
             self.join_pending()
 
-    def _check(self, call: Any, arguments: tuple[Any, ...]) -> None:
+    def _check(self, call: Callable[..., object], arguments: tuple[object, ...]) -> None:
         name = getattr(call, "__name__", "")
         check_call(self.device, self.comm.rank, self.comm.world, name, arguments)
 
-    def decline(self, call: Any, *arguments: Any) -> None:
+    def decline(self, call: Callable[..., object], *arguments: object) -> None:
         """Makes a call with arguments that the communicator refuses, so that the other ranks raise an error
         with the reason and all ranks stay in step. Waits neither for them nor for what was begun before.
         Raises only what else there is to say, such as why the communicator has failed."""
@@ -148,12 +155,12 @@ class CommunicatorEntry:
 
     def run(
         self,
-        call: Any,
-        arguments: tuple[Any, ...],
-        results: list[Any],
+        call: Callable[..., object],
+        arguments: tuple[object, ...],
+        results: list[Tensor],
         async_op: bool,
         prepare: Prepare | None = None,
-    ) -> Any:
+    ) -> Work | None:
         """Makes a call after those that were begun: Work with `async_op`, else None. With a preparation the
         call's arguments are what that gives, and `arguments` the caller's tensors."""
         if async_op:
@@ -173,18 +180,19 @@ class CommunicatorEntry:
             finish()
         return None
 
-    def run_joined(self, call: Any, arguments: tuple[Any, ...]) -> None:
+    def run_joined(self, call: Callable[..., object], arguments: tuple[object, ...]) -> None:
         """Runs a call like `run`, for a thread that holds a lock which callbacks need, and has joined what
         was begun before it took that. On the CPU it waits for no callbacks here."""
         if self.device >= 0:
-            return self.run(call, arguments, [], False)
+            self.run(call, arguments, [], False)
+            return
         try:
             call(*arguments)
         except TimeoutError as error:
             self.explain(error)
             raise
 
-    def run_function(self, function: Any, *arguments: Any) -> Any:
+    def run_function(self, function: Callable[..., _Result], *arguments: object) -> _Result:
         """Runs a function of the extension like `run`, with the communicator as its first argument. Returns
         its result."""
         if self.pending is not None:
@@ -202,7 +210,7 @@ class CommunicatorEntry:
         if self.device >= 0:
             self.comm.extend_order()
 
-    def run_message(self, name: str, tensor: Any, peer: int, prepare: Prepare | None) -> None:
+    def run_message(self, name: str, tensor: Tensor, peer: int, prepare: Prepare | None) -> None:
         """Runs a send or a receive like `run`. An error before it is reported to the other rank."""
         call, arguments = getattr(self.comm, name), (tensor, peer)
         finish = None
@@ -226,11 +234,11 @@ class CommunicatorEntry:
 
     def begin(
         self,
-        call: Any,
-        arguments: tuple[Any, ...],
-        results: list[Any],
+        call: Callable[..., object],
+        arguments: tuple[object, ...],
+        results: list[Tensor],
         prepare: Prepare | None = None,
-    ) -> Any:
+    ) -> Work:
         """Makes a call without waiting for it, and its preparation before it, wherever the call is made."""
         prepared = None if prepare is None else Prepared(prepare, self.comm._decline)
         if self.runner is None:
@@ -276,7 +284,7 @@ class Preparation:
     def __enter__(self) -> CommunicatorEntry:
         return self._entry
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None:
             # The door of a call that is made of several parts does not report it again.
             error.__dict__[REPORTED] = True
@@ -292,7 +300,7 @@ class _MessagePreparation(Preparation):
         super().__init__(entry)
         self._call, self._peer = call, peer
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None:
             self._entry.decline(self._entry.comm._decline, reason_of(error), (self._call, self._peer))
 

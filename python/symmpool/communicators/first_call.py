@@ -7,18 +7,24 @@ them. The rank's next call on the group comes behind that."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import check_call
 from symmpool.communicators.work import reason_of
 from symmpool.groups import declined_calls
+
+if TYPE_CHECKING:
+    from symmpool.communicators.entry import CommunicatorEntry
+    from symmpool.groups.types import GroupKey
 
 # A communicator's method and its arguments; or what gives them for this rank of a number of ranks, or raises
 # what is wrong with the call.
 Call = tuple[str, tuple[Any, ...]] | Callable[[int, int], tuple[str, tuple[Any, ...]]]
 
 
-def check(key: Any, device: int, member: tuple[int, int], call: Call, make: Callable[[], Any]) -> None:
+def check(
+    key: GroupKey, device: int, member: tuple[int, int], call: Call, make: Callable[[], CommunicatorEntry]
+) -> None:
     """Raises what is wrong with a call on a group that has no communicator yet, and has a thread `make` the
     communicator's entry and report the refusal. `member` is this process's rank, and the number of ranks."""
     try:
@@ -29,7 +35,7 @@ def check(key: Any, device: int, member: tuple[int, int], call: Call, make: Call
         raise
 
 
-def report(key: Any, why: BaseException, make: Callable[[], Any], calls: int = 1) -> None:
+def report(key: GroupKey, why: BaseException, make: Callable[[], CommunicatorEntry], calls: int = 1) -> None:
     """Has a thread `make` the entry of a group's communicator and report that this rank refuses a call, or
     several that are begun together."""
     reason = reason_of(why)

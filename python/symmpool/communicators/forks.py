@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from symmpool.errors import InvalidStateError
+
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from symmpool._symmpool import Communicator
 
 __all__ = ["FORKED", "Forked", "error", "renew_in_children"]
 
@@ -22,6 +27,13 @@ def error(what: str = "a communicator") -> InvalidStateError:
         f"symmpool: {what} of another process is used in one forked from it, process {os.getpid()}; make a "
         "group, and what is needed on it, after the fork, or start the process by spawn"
     )
+
+
+class Renewed(Protocol):
+    """An object that forked children take over, and what they do to it first."""
+
+    def forked(self) -> None:
+        """Has it be as in a process without its parent's threads."""
 
 
 class Forked:
@@ -38,15 +50,15 @@ class Forked:
         """This object, in place of a thread's order of calls."""
         return self
 
-    def announce(self, comm: Any) -> Forked:
+    def announce(self, comm: Communicator) -> Forked:
         """This object, in place of a communicator's."""
         return self
 
-    def submit(self, *_: Any) -> Any:
+    def submit(self, *_: object) -> NoReturn:
         """Raises what every call in a forked child raises."""
         raise error()
 
-    def join(self) -> Any:
+    def join(self) -> NoReturn:
         """Raises what every call in a forked child raises."""
         raise error()
 
@@ -57,7 +69,7 @@ FORKED = Forked()
 _known: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def renew_in_children(known: Any) -> None:
+def renew_in_children(known: Renewed) -> None:
     """Has `known.forked()` called in forked children, as long as it is there."""
     _known.add(known)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["warn_of_gradient", "watch"]
 
 
-def watch(tensor: Any) -> None:
+def watch(tensor: torch.Tensor) -> None:
     """A call writes to a tensor that may require grad. As torch.distributed does, warns if a gradient comes
     back by way of it, and not before: results that are only looked at are no mistake."""
     import torch
@@ -21,7 +24,7 @@ def watch(tensor: Any) -> None:
         tensor.register_hook(_warn)
 
 
-def _warn(gradient: Any) -> Any:
+def _warn(gradient: torch.Tensor) -> Any:
     """Warns, or has the graph warn that this gradient is recorded in."""
     from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 

@@ -30,7 +30,13 @@ from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is,
 from symmpool.errors import InvalidStateError, TimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
+
+    from symmpool.collectives.types import Tensor
+    from symmpool.communicators.entry import CommunicatorEntry
+    from symmpool.groups.types import Timeout
 
 __all__ = ["HostWork", "Worker"]
 
@@ -84,7 +90,7 @@ class HostWork(Work):
 
     __slots__ = ("_queue", "_done", "_error", "_lock", "is_begun")
 
-    def __init__(self, results: list[Any], calls: _CallQueue):
+    def __init__(self, results: list[Tensor], calls: _CallQueue):
         super().__init__(results)
         self._queue = calls
         self._done = _Done()
@@ -95,8 +101,8 @@ class HostWork(Work):
 
     def run(
         self,
-        call: Any,
-        arguments: tuple[Any, ...],
+        call: Callable[..., object],
+        arguments: tuple[object, ...],
         prepared: Prepared | None,
         explain: Explain,
     ) -> None:
@@ -137,7 +143,7 @@ class HostWork(Work):
             finally:
                 callbacks_done.set()
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Waits until the call is done, `timeout` long: seconds, a timedelta, or None for no limit of its
         own. Raises what the call raised, or TimeoutError. Any thread may wait."""
         seconds = seconds_or_none(timeout)
@@ -271,7 +277,7 @@ class _CallQueue:
                 return item[0]._done
         return self._taken
 
-    def make(self, work: HostWork, call: Any, arguments: tuple[Any, ...]) -> None:
+    def make(self, work: HostWork, call: Callable[..., object], arguments: tuple[object, ...]) -> None:
         """Makes a call. Never comes back from one after which the thread was to stop."""
         try:
             with self._lock:
@@ -417,11 +423,11 @@ class Worker:
 
     def submit(
         self,
-        call: Any,
-        arguments: tuple[Any, ...],
-        results: list[Any],
+        call: Callable[..., object],
+        arguments: tuple[object, ...],
+        results: list[Tensor],
         prepared: Prepared | None = None,
-        entry: Any = None,
+        entry: CommunicatorEntry | None = None,
     ) -> HostWork:
         """Has the thread make a call. Calls that `entry` makes later come behind it."""
         calls = self._queue

@@ -7,7 +7,11 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
 
 __all__ = ["ModuleFinder", "when_imported"]
 
@@ -28,7 +32,9 @@ class ModuleFinder(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, change: Callable[[ModuleType], None]):
         self.name, self._change = name, change
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """The specification that other finders have for the module; None for other modules."""
         if name != self.name:
             return None

@@ -22,6 +22,7 @@ from symmpool.errors import DivergedError, TimeoutError, UnsupportedError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed
 
     from symmpool._symmpool import Pool
 
@@ -46,7 +47,7 @@ class GlooOuter:
 
     name = "gloo"
 
-    def __init__(self, store: Any, rank: int, world: int, seconds: float):
+    def __init__(self, store: torch.distributed.Store, rank: int, world: int, seconds: float):
         """Connects to the other ranks, for which it waits so long. `store` is one of torch.distributed's."""
         import torch.distributed as dist
 
@@ -124,7 +125,7 @@ class GlooOuter:
         self._gloo = None
         return True
 
-    def _begin(self, tensors: tuple[torch.Tensor, ...], method: str, *arguments: Any) -> int:
+    def _begin(self, tensors: tuple[torch.Tensor, ...], method: str, *arguments: object) -> int:
         if self._closed:
             raise RuntimeError("gloo between hosts is closed on this rank")
         ticket = self._tickets = self._tickets + 1

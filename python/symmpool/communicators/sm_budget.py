@@ -16,11 +16,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import share_sms, share_sms_of_several
 from symmpool.errors import InvalidArgumentError
 from symmpool.groups import process_groups
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from symmpool._symmpool import Pool
 
 __all__ = ["concurrent", "options", "share_with_other_groups", "shares_device", "sm_budget"]
 
@@ -43,7 +48,7 @@ def is_count(said: str) -> bool:
     return said.isascii() and said.isdigit() and 1 <= int(said) <= _MAX_NUMBER
 
 
-def concurrent(pool: Any) -> int | None:
+def concurrent(pool: Pool) -> int | None:
     """How many communicators may have calls under way at once on a pool's device, this one included, where
     the environment says so."""
     what = (
@@ -58,13 +63,13 @@ def is_budget(said: str) -> bool:
     return said.isascii() and said.isdigit() and 2 <= int(said) < 1 << 32
 
 
-def sm_budget(pool: Any) -> int | None:
+def sm_budget(pool: Pool) -> int | None:
     """The most SMs that a call takes on a pool's device, where the environment says so."""
     what = "the most multiprocessors that a collective takes; a whole number from 2 on is needed"
     return _of_environment(pool, SM_BUDGET, is_budget, what)
 
 
-def _of_environment(pool: Any, variable: str, accepts: Callable[[str], bool], what: str) -> int | None:
+def _of_environment(pool: Pool, variable: str, accepts: Callable[[str], bool], what: str) -> int | None:
     """A number that the environment has for communicators on CUDA. `what` says what it is."""
     said = os.environ.get(variable, "")
     if pool.device == "cpu" or not said:
@@ -74,7 +79,7 @@ def _of_environment(pool: Any, variable: str, accepts: Callable[[str], bool], wh
     return int(said)
 
 
-def options(pool: Any) -> dict[str, Any]:
+def options(pool: Pool) -> dict[str, Any]:
     """The options of the communicators that module-level calls and the backend make on a pool. Their calls on
     other streams than the default one run beside kernels of the program."""
     return {"concurrent": concurrent(pool), "sm_budget": sm_budget(pool), "beside_compute": True}
@@ -94,7 +99,7 @@ def share_with_other_groups(device: int) -> None:
         share_sms_of_several(device)
 
 
-def _has_kernels(group: Any) -> bool:
+def _has_kernels(group: torch.distributed.ProcessGroup) -> bool:
     """Whether a group's backend has kernels of which our communicators do not know: gloo has none, and ours
     know of each other."""
     return process_groups.backends_of(group).get("cuda", "gloo") not in ("gloo", "symmpool")

@@ -13,7 +13,14 @@ from symmpool.communicators.work import Explain, Prepared, Work, leave_as_it_is,
 from symmpool.errors import TimeoutError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
     import torch
+
+    from symmpool._symmpool import Communicator, StreamPosition
+    from symmpool.collectives.types import Tensor
+    from symmpool.groups.types import Timeout
 
 __all__ = ["SideStream", "StreamWork"]
 
@@ -27,13 +34,20 @@ class StreamWork(Work):
 
     __slots__ = ("_comm", "_side", "_mark", "_held")
 
-    def __init__(self, comm: Any, side: SideStream, mark: Any, results: list[Any], held: Held | None):
+    def __init__(
+        self,
+        comm: Communicator,
+        side: SideStream,
+        mark: StreamPosition,
+        results: list[Tensor],
+        held: Held | None,
+    ):
         """`held` is None for a captured call."""
         self._results = results
         self._future: Any = None
         self._comm, self._side, self._mark, self._held = comm, side, mark, held
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Has the current stream wait for the call; with a `timeout` (seconds or a timedelta) the host waits
         too. Raises the communicator's failure, or TimeoutError."""
         self._mark.wait()
@@ -93,7 +107,7 @@ class Held:
 
     __slots__ = ("_comm", "_side", "mark", "tensors", "stream")
 
-    def __init__(self, comm: Any, side: int):
+    def __init__(self, comm: Communicator, side: int):
         self._comm, self._side = comm, side
         # Behind the call, once that is on the side stream.
         self.mark: Any = None
@@ -117,7 +131,7 @@ class SideStream:
     stream gets from then on comes after the call; otherwise when the call is found to be done, at another
     call. When its Work goes they are left to torch's allocator, which waits for the side stream."""
 
-    def __init__(self, torch: Any, device: int, explain: Explain = leave_as_it_is):
+    def __init__(self, torch: ModuleType, device: int, explain: Explain = leave_as_it_is):
         self._torch, self.device, self.explain = torch, device, explain
         self.stream = torch.cuda.Stream(device)
         self.handle = self.stream.cuda_stream
@@ -137,16 +151,16 @@ class SideStream:
         self._is_lost = True
         self._draining._at_fork_reinit()  # type: ignore[attr-defined]
 
-    def announce(self, comm: Any) -> Held:
+    def announce(self, comm: Communicator) -> Held:
         """The next call, before it is made."""
         return Held(comm, self.handle)
 
     def submit(
         self,
-        comm: Any,
-        call: Any,
-        arguments: tuple[Any, ...],
-        results: list[Any],
+        comm: Communicator,
+        call: Callable[..., object],
+        arguments: tuple[object, ...],
+        results: list[Tensor],
         prepared: Prepared | None = None,
         held: Held | None = None,
     ) -> StreamWork:
@@ -192,7 +206,7 @@ class SideStream:
         self._last = held.mark
         return StreamWork(comm, self, held.mark, results, held)
 
-    def _leave_to_torch(self, tensors: tuple[Any, ...]) -> None:
+    def _leave_to_torch(self, tensors: tuple[object, ...]) -> None:
         """Has torch's allocator not reuse the memory of tensors before the side stream has come this far."""
         for tensor in tensors:
             if isinstance(tensor, self._torch.Tensor):

@@ -9,12 +9,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.communicators.cache import cache, pools_on
 from symmpool.communicators.entry import CommunicatorEntry
 from symmpool.errors import TimeoutError
 from symmpool.groups import pool_registry, process_groups
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from symmpool._symmpool import GroupOffer
 
 __all__ = ["let_go", "make"]
 
@@ -25,7 +30,11 @@ _FIRST_LOOK, _LONGEST_PAUSE = 0.05, 1.0
 
 
 def make(
-    group: Any, around: Any, name: str, seconds: float, comes_otherwise: Callable[[list[int]], bool]
+    group: Any,
+    around: torch.distributed.ProcessGroup,
+    name: str,
+    seconds: float,
+    comes_otherwise: Callable[[list[int]], bool],
 ) -> CommunicatorEntry | None:
     """Makes what serves a process group on the CPU, in the memory of the group `around` it. Collective.
     `name` is the group's, the same on its ranks, and never another one's of theirs. `comes_otherwise` says
@@ -70,7 +79,7 @@ def let_go(entry: CommunicatorEntry) -> None:
             pool_registry.unregister(pool, key)
 
 
-def _all_come(offer: Any, seconds: float, comes_otherwise: Callable[[list[int]], bool]) -> bool:
+def _all_come(offer: GroupOffer, seconds: float, comes_otherwise: Callable[[list[int]], bool]) -> bool:
     begun = time.monotonic()
     end, pause, look = begun + seconds, _FIRST_LOOK, begun + _FIRST_LOOK
     while True:

@@ -7,16 +7,19 @@ nothing of either. Communicators' methods read their arguments in the same way, 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from symmpool._symmpool import _count_versions, _shows_memory
 from symmpool.communicators.gradients import watch
 from symmpool.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["check_distinct", "say_written", "to_read", "to_write"]
 
 
-def to_read(name: str, tensor: Any) -> Any:
+def to_read(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor whose memory holds the elements that this one shows: itself, or a copy. `name` is the
     argument's. Its elements may have any strides. Refuses what has no memory."""
     if _shows_memory(name, tensor):
@@ -24,7 +27,7 @@ def to_read(name: str, tensor: Any) -> Any:
     return tensor.detach().resolve_conj().resolve_neg()
 
 
-def to_write(name: str, tensor: Any) -> Any:
+def to_write(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, once it is known that a call can write to its memory. Refuses what has none, memory that
     does not hold what the tensor shows, and elements that share their memory."""
     if not _shows_memory(name, tensor):
@@ -36,7 +39,7 @@ def to_write(name: str, tensor: Any) -> Any:
     return tensor
 
 
-def check_distinct(name: str, tensor: Any) -> None:
+def check_distinct(name: str, tensor: torch.Tensor) -> None:
     """Refuses a tensor to write to whose elements share their memory, or that are so interleaved that this
     cannot be excluded."""
     if tensor.is_contiguous() or tensor.numel() == 0:
@@ -52,7 +55,7 @@ def check_distinct(name: str, tensor: Any) -> None:
             reach += stride * (size - 1)
 
 
-def say_written(*tensors: Any) -> None:
+def say_written(*tensors: torch.Tensor | None) -> None:
     """Has autograd notice that a call writes to these, of which some may be None: a backward pass that needs
     what was there raises, and a gradient that comes back by way of them warns."""
     written = [each for each in tensors if each is not None]

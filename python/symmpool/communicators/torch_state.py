@@ -8,9 +8,13 @@ puts torch's own objects in their place, so that a small call pays for one attri
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.groups import process_groups
+
+if TYPE_CHECKING:
+    from symmpool.collectives.types import Tensor
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["is_seen", "is_traced", "look_for_torch", "opaque"]
 
@@ -103,7 +107,7 @@ def skip(function: Any) -> None:
         frames.skip_code(function.__code__)
 
 
-def is_seen(tensor: Any, group: Any) -> bool:
+def is_seen(tensor: Tensor | None, group: GroupLike) -> bool:
     """Whether a call can be made as an operator, which modes of torch see: make_fx, fake tensors."""
     import torch
 
@@ -111,7 +115,7 @@ def is_seen(tensor: Any, group: Any) -> bool:
     return named and (tensor is None or isinstance(tensor, torch.Tensor))
 
 
-def is_traced(tensor: Any, group: Any) -> bool:
+def is_traced(tensor: Tensor | None, group: GroupLike) -> bool:
     """Whether a call on a tensor is to be made as an operator: it is compiled, or a mode of torch sees it."""
     return compiling() or (modes._is_in_torch_dispatch_mode and is_seen(tensor, group))
 

@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     import torch
 
     from symmpool.collectives.types import Tensor
+    from symmpool.groups.types import Timeout
 
 __all__ = ["DoneWork", "Prepared", "Work", "reason_of"]
 
 # Adds to an error what is known of the call.
 Explain = Callable[[Exception], None]
-# Preparation of a call: `symmpool.collectives.plans.Prepare`.
-Prepare = Callable[[], Any]
+# Arguments of a call, and what copies its results to where they belong, or None.
+PreparedCall = tuple[tuple[Any, ...], Callable[[], None] | None]
+# Preparation of a call.
+Prepare = Callable[[], PreparedCall]
 
 
 class Prepared:
@@ -27,10 +30,10 @@ class Prepared:
 
     __slots__ = ("_prepare", "_decline")
 
-    def __init__(self, prepare: Prepare, decline: Callable[..., Any]):
+    def __init__(self, prepare: Prepare, decline: Callable[..., object]):
         self._prepare, self._decline = prepare, decline
 
-    def __call__(self, **stream: Any) -> Any:
+    def __call__(self, **stream: int) -> PreparedCall:
         """The arguments of the call, and what copies its results to where they belong, or None. `stream` is
         where the call is made, as it is passed to a communicator's methods."""
         try:
@@ -59,7 +62,7 @@ class Work:
 
     __slots__ = ("_results", "_future")
 
-    def __init__(self, results: list[Any]):
+    def __init__(self, results: list[Tensor]):
         self._results = results
         self._future: Any = None
 
@@ -99,7 +102,7 @@ class Work:
         raise NotImplementedError
 
 
-def seconds_or_none(timeout: Any) -> float | None:
+def seconds_or_none(timeout: Timeout) -> float | None:
     """A timeout in seconds. None stands for no limit, as does torch's timeout of 0."""
     if timeout is None:
         return None
@@ -112,7 +115,7 @@ class DoneWork(Work):
 
     __slots__ = ()
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Returns True at once."""
         return True
 
@@ -132,7 +135,8 @@ class DoneWork(Work):
         if self._future is None:
             import torch
 
-            devices = [each.device for each in self._results[:1] if each.is_cuda]
+            # Who has torch's futures has its tensors.
+            devices: list[Any] = [each.device for each in self._results[:1] if each.is_cuda]  # type: ignore[union-attr]
             self._future = torch.futures.Future(devices=devices or None)
             self._future.set_result(self._results)
         return self._future

@@ -458,7 +458,7 @@ class Buffer:
     def _cores_on(self, device: torch.device) -> Cores:
         return self._by_device[device][0]
 
-    def _own(self, handle: Any, kind: type) -> Any:
+    def _own(self, handle: object, kind: type) -> Any:
         """A handle that this buffer made in this mode."""
         if not isinstance(handle, (NormalHandle, LowLatencyHandle)):
             raise TypeError(
@@ -477,7 +477,7 @@ class Buffer:
             raise TypeError(f"deep_ep: config: a Config is needed, not {type(config)}")
         return config.num_sms
 
-    def _check_hook(self, async_finish: Any, return_recv_hook: Any) -> None:
+    def _check_hook(self, async_finish: object, return_recv_hook: object) -> None:
         asynchronous, hook = (
             switch("async_finish", async_finish),
             switch("return_recv_hook", return_recv_hook),

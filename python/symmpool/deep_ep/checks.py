@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmpool.deep_ep.cores import DTYPES, invalid
 from symmpool.experts.checks import readable, shown, switch
+
+if TYPE_CHECKING:
+    from typing import SupportsIndex
+
+    from symmpool.deep_ep.handles import NormalHandle
 
 __all__ = [
     "check_events",
@@ -26,7 +31,9 @@ _INT32, _INT64, _FLOAT32 = torch.int32, torch.int64, torch.float32
 _MAX_NUMBER = (1 << 31) - 1
 
 
-def matrix(name: str, tensor: Any, dtypes: Any, shape: tuple[int | None, ...], device: Any) -> torch.Tensor:
+def matrix(
+    name: str, tensor: object, dtypes: object, shape: tuple[int | None, ...], device: object
+) -> torch.Tensor:
     """A tensor of one of these types, with a shape in which None stands for any length, on a device."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"deep_ep: {name}: a torch.Tensor is needed, not {type(tensor)}")
@@ -43,7 +50,7 @@ def matrix(name: str, tensor: Any, dtypes: Any, shape: tuple[int | None, ...], d
     return tensor
 
 
-def integer(name: str, given: Any, least: int = 0) -> int:
+def integer(name: str, given: SupportsIndex, least: int = 0) -> int:
     """A number of tokens, of experts and the like."""
     try:
         found = operator.index(given)
@@ -54,7 +61,7 @@ def integer(name: str, given: Any, least: int = 0) -> int:
     return found
 
 
-def tokens_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def tokens_and_scales(x: object) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Tokens, and their scales if they are quantised."""
     scales = None
     if isinstance(x, (tuple, list)):
@@ -66,13 +73,13 @@ def tokens_and_scales(x: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return x, scales
 
 
-def check_waits(name: str, waits: Any, world: int, device: Any) -> None:
+def check_waits(name: str, waits: object, world: int, device: object) -> None:
     """Checks the tensor that times of waits are added to."""
     if waits is not None and not matrix(name, waits, _INT64, (world,), device).is_contiguous():
         raise invalid(f"{name}: it is not contiguous")
 
 
-def check_events(previous: Any, asynchronous: Any, on_comm_stream: Any) -> None:
+def check_events(previous: object, asynchronous: object, on_comm_stream: object) -> None:
     """Checks how a call of normal mode is to run."""
     asynchronous = switch("async_finish", asynchronous)
     on_comm_stream = switch("allocate_on_comm_stream", on_comm_stream)
@@ -82,7 +89,7 @@ def check_events(previous: Any, asynchronous: Any, on_comm_stream: Any) -> None:
         raise invalid("allocate_on_comm_stream: it needs async_finish=True and a previous_event")
 
 
-def check_layout(topk_idx: Any, num_experts: int, world: int) -> None:
+def check_layout(topk_idx: object, num_experts: int, world: int) -> None:
     """Refuses what `get_dispatch_layout` cannot serve: ids that are no int64 matrix on one device, and
     numbers of experts that the ranks do not divide. Raises TypeError or InvalidArgumentError."""
     if not isinstance(topk_idx, torch.Tensor):
@@ -93,7 +100,7 @@ def check_layout(topk_idx: Any, num_experts: int, world: int) -> None:
         raise invalid(f"num_experts={num_experts}: each of {world} ranks has equally many, and one at least")
 
 
-def _check_rows(x: torch.Tensor, scales: Any) -> int:
+def _check_rows(x: torch.Tensor, scales: torch.Tensor | None) -> int:
     """Checks tokens and scales; returns the bytes of the scales of a token."""
     quantized = (torch.float8_e4m3fn,) if scales is not None else ()
     matrix("x", x, quantized or DTYPES, (None, None), x.device)
@@ -112,7 +119,12 @@ def _check_rows(x: torch.Tensor, scales: Any) -> int:
 
 
 def check_normal(
-    x: torch.Tensor, scales: Any, world: int, routing: dict[str, Any], worst: int, alignment: int
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    world: int,
+    routing: dict[str, Any],
+    worst: int,
+    alignment: int,
 ) -> dict[str, int]:
     """Checks a dispatch without a handle; returns what ranks compare of it."""
     worst, alignment = integer("num_worst_tokens", worst), integer("expert_alignment", alignment, 1)
@@ -151,7 +163,13 @@ def check_normal(
     }  # fmt: skip
 
 
-def check_again(x: torch.Tensor, scales: Any, handle: Any, ids: Any, weights: Any) -> None:
+def check_again(
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    handle: NormalHandle,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+) -> None:
     """Checks a dispatch with a handle."""
     _check_rows(x, scales)
     core = handle.kept.buffer
@@ -164,7 +182,12 @@ def check_again(x: torch.Tensor, scales: Any, handle: Any, ids: Any, weights: An
 
 
 def check_low_latency(
-    x: Any, topk_idx: Any, most: int, count: int, world: int, formats: tuple[bool, bool, bool]
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    most: int,
+    count: int,
+    world: int,
+    formats: tuple[bool, bool, bool],
 ) -> dict[str, int]:
     """Checks a low-latency dispatch; returns what ranks compare of its shape."""
     most = integer("num_max_dispatch_tokens_per_rank", most, 1)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from symmpool.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from typing import SupportsIndex
 
 __all__ = ["Config"]
 
@@ -43,7 +46,7 @@ class Config:
         )
 
 
-def _count(name: str, value: Any, least: int) -> int:
+def _count(name: str, value: SupportsIndex, least: int) -> int:
     try:
         found = operator.index(value)
     except TypeError:

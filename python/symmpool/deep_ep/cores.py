@@ -8,7 +8,7 @@ that differ are an error on every rank before anything is sent."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from symmpool.communicators.entry import CommunicatorEntry, reason_of
 from symmpool.errors import DivergedError, InvalidArgumentError, InvalidStateError
 from symmpool.experts.door import Door
 from symmpool.groups import declined_calls, resolution
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import GroupLike
 
 __all__ = ["DTYPES", "Cores"]
 
@@ -33,10 +36,14 @@ _FIELDS = (
 _OWN = ("tokens",)
 
 
+#: What a buffer was made for: its mode, and the numbers of its shape.
+BufferName = tuple[Any, ...]
+
+
 class Cores:
     """The buffers of a group on a device."""
 
-    def __init__(self, group: Any, rank: int, world: int, device: torch.device):
+    def __init__(self, group: GroupLike, rank: int, world: int, device: torch.device):
         self.group, self.rank, self.world, self.device = group, rank, world, device
         self._buffers: dict[tuple[Any, ...], experts.ExpertBuffer] = {}
         # Entry of the communicator for the exchanges, once there was one.
@@ -63,7 +70,7 @@ class Cores:
 
         return Door(preparing)
 
-    def is_made_for(self, worst: Any) -> bool:
+    def is_made_for(self, worst: object) -> bool:
         """Whether dispatches with so many `num_worst_tokens`, of any shape, have a buffer already."""
         if not isinstance(worst, int) or worst <= 0:
             return False
@@ -135,7 +142,7 @@ class Cores:
                     raise _diverged(rank, f"{call}: {why}. Nothing was sent")
 
     def normal(
-        self, door: Door, key: tuple[Any, ...], found: list[dict[str, int]], top_k: int
+        self, door: Door, key: BufferName, found: list[dict[str, int]], top_k: int
     ) -> experts.ExpertBuffer:
         """The buffer of normal mode for tokens of a shape, `(hidden, experts, dtype)`, and for as many as any
         rank has."""
@@ -151,7 +158,7 @@ class Cores:
         self.last["normal"] = buffer
         return buffer
 
-    def find_worst(self, key: tuple[Any, ...], worst: int, top_k: int) -> experts.ExpertBuffer | None:
+    def find_worst(self, key: BufferName, worst: int, top_k: int) -> experts.ExpertBuffer | None:
         """The buffer for calls with `num_worst_tokens`, if there is one. What it is found by is the same on
         every rank."""
         shared = self._buffers.get(("normal", *key))
@@ -164,7 +171,7 @@ class Cores:
         return found
 
     def worst(
-        self, door: Door, key: tuple[Any, ...], found: list[dict[str, int]], worst: int, top_k: int
+        self, door: Door, key: BufferName, found: list[dict[str, int]], worst: int, top_k: int
     ) -> experts.ExpertBuffer:
         """Makes such a buffer: it receives `worst` tokens and no more."""
         most = max(-(-worst // self.world), *(each["tokens"] for each in found), 1)
@@ -186,7 +193,7 @@ class Cores:
         return self.last["low_latency"]
 
     def _make(
-        self, door: Door, name: tuple[Any, ...], tokens: int, top_k: int, capacity: int | None = None
+        self, door: Door, name: BufferName, tokens: int, top_k: int, capacity: int | None = None
     ) -> experts.ExpertBuffer:
         _, hidden, count, dtype, *_ = name
         made_for = {
@@ -213,7 +220,7 @@ class _ArgumentExchange:
     def __init__(self, cores: Cores):
         self._cores = cores
 
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         cores = self._cores
         assert error is not None
         if cores._exchange is not None:
@@ -224,7 +231,7 @@ class _ArgumentExchange:
         declined_calls.report(key, lambda: cores.exchange().decline_call(reason))
 
 
-def _low_latency_name(key: tuple[int, int, int, int]) -> tuple[Any, ...]:
+def _low_latency_name(key: tuple[int, int, int, int]) -> BufferName:
     hidden, count, top_k, most = key
     return "low_latency", hidden, count, torch.bfloat16, top_k, most
 

@@ -53,7 +53,7 @@ class _LazyTuple(tuple):
 
     # The other methods of tuples.
 
-    def __contains__(self, value: Any) -> bool:
+    def __contains__(self, value: object) -> bool:
         return value in tuple(self)
 
     def __add__(self, other: Any) -> Any:
@@ -79,10 +79,10 @@ class _LazyTuple(tuple):
     def __ge__(self, other: Any) -> bool:
         return tuple(self) >= other
 
-    def count(self, value: Any) -> int:
+    def count(self, value: object) -> int:
         return tuple(self).count(value)
 
-    def index(self, value: Any, *bounds: Any) -> int:
+    def index(self, value: object, *bounds: Any) -> int:
         return tuple(self).index(value, *bounds)
 
     def __repr__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,9 @@ from symmpool.deep_ep.handles import LowLatencyHandle
 from symmpool.experts.door import Door
 from symmpool.experts.packed import combine_packed, dispatch_packed
 
+if TYPE_CHECKING:
+    from symmpool import experts
+
 __all__ = ["CombineBuffers", "combine", "dispatch"]
 
 Call = Callable[[], Any]
@@ -21,7 +24,8 @@ Call = Callable[[], Any]
 
 def dispatch(
     door: Door, owner: Any, cores: Cores, x: torch.Tensor, topk_idx: torch.Tensor, most: int, count: int,
-    formats: tuple[bool, bool, bool], statistics: Any, waits: Any, masked: torch.Tensor | None,
+    formats: tuple[bool, bool, bool], statistics: torch.Tensor | None, waits: torch.Tensor | None,
+    masked: torch.Tensor | None,
 ) -> Call:  # fmt: skip
     """Returns the function that makes a dispatch: it returns `(x, scales or None, counts, memory of the
     handle, handle)`."""
@@ -64,10 +68,10 @@ def combine(
     door: Door,
     handle: LowLatencyHandle,
     x: torch.Tensor,
-    topk_idx: Any,
-    topk_weights: Any,
-    out: Any,
-    waits: Any,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    out: torch.Tensor | None,
+    waits: torch.Tensor | None,
 ) -> Call:
     """Returns the function that makes a combine: it returns `(sums,)`."""
     core, kept = handle.kept.buffer, handle.kept
@@ -95,7 +99,7 @@ def combine(
     return call
 
 
-def _measure(door: Door, core: Any, waits: torch.Tensor | None) -> None:
+def _measure(door: Door, core: experts.ExpertBuffer, waits: torch.Tensor | None) -> None:
     """Waits for all ranks, and adds how long that took for each."""
     if waits is None:
         return

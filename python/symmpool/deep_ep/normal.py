@@ -16,6 +16,8 @@ from symmpool.experts.door import Door
 
 __all__ = ["again", "combine", "dispatch", "layout"]
 
+#: One tensor or two to add to the sums, or None.
+Bias = torch.Tensor | tuple[torch.Tensor | None, ...] | list[torch.Tensor] | None
 Call = Callable[[], Any]
 
 
@@ -41,8 +43,8 @@ def layout(
 
 
 def dispatch(
-    door: Door, owner: Any, cores: Cores, x: torch.Tensor, scales: Any, routing: dict[str, Any],
-    worst: int, alignment: int, num_sms: int,
+    door: Door, owner: Any, cores: Cores, x: torch.Tensor, scales: torch.Tensor | None,
+    routing: dict[str, Any], worst: int, alignment: int, num_sms: int,
 ) -> Call:  # fmt: skip
     """Returns the function that makes a dispatch: it returns `(x, scales, ids, weights, memory of the handle,
     list of counts, handle)`."""
@@ -142,7 +144,13 @@ def _chosen(received: Any, kept: Any, rows: int, top_k: int, tail: bool) -> tupl
 
 
 def again(
-    door: Door, handle: NormalHandle, x: torch.Tensor, scales: Any, ids: Any, weights: Any, num_sms: int
+    door: Door,
+    handle: NormalHandle,
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    num_sms: int,
 ) -> Call:
     """A dispatch of other tokens the same way: what returns `(x, scales)`."""
     core = handle.kept.buffer
@@ -161,7 +169,9 @@ def again(
     return call
 
 
-def combine(door: Door, handle: NormalHandle, x: Any, topk_weights: Any, bias: Any, num_sms: int) -> Call:
+def combine(
+    door: Door, handle: NormalHandle, x: Any, topk_weights: torch.Tensor | None, bias: Bias, num_sms: int
+) -> Call:
     """A combine: what returns `(x, topk_weights)`."""
     core, kept = handle.kept.buffer, handle.kept
     biases = bias if isinstance(bias, (tuple, list)) else (bias,)

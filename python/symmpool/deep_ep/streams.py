@@ -31,7 +31,7 @@ class CommStream:
         return self._stream
 
     def run(
-        self, call: Callable[[], Iterable[Any]], inputs: Iterable[Any], previous: Any, asynchronous: bool
+        self, call: Callable[[], Iterable[Any]], inputs: Iterable[Any], previous: object, asynchronous: bool
     ) -> tuple[Any, EventHandle | None]:
         """Makes a call that returns new tensors, among other things. With `asynchronous` it runs on this
         stream, and there is an event behind it. `previous`, an EventOverlap or None, says what it waits for;
@@ -59,7 +59,7 @@ class CommStream:
         current.wait_event(event)
         return found, None
 
-    def hook(self, event: EventHandle | None, tensors: Iterable[Any]) -> Callable[[], None]:
+    def hook(self, event: EventHandle | None, tensors: Iterable[object]) -> Callable[[], None]:
         """Returns the function that makes the current stream wait for a call. Tensors belong to that stream
         as well then."""
         kept = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
@@ -74,11 +74,11 @@ class CommStream:
         return wait
 
 
-def overlap(event: EventHandle | None, tensors: Iterable[Any] = ()) -> EventOverlap:
+def overlap(event: EventHandle | None, tensors: Iterable[torch.Tensor | None] = ()) -> EventOverlap:
     """The event of a call, as programs get it."""
     return EventOverlap(event, None if event is None else tuple(tensors))
 
 
-def _record(tensor: Any, stream: torch.cuda.Stream) -> None:
+def _record(tensor: object, stream: torch.cuda.Stream) -> None:
     if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
         Pool.record_stream(tensor, stream)

@@ -33,7 +33,9 @@ class EventOverlap:
     waits for the event at the end. `event` is None where the call is not asynchronous: then there is nothing
     to wait for. `extra_tensors` are kept as long as this is."""
 
-    def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor] | None = None):
+    def __init__(
+        self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor | None] | None = None
+    ):
         self.event = event
         self.extra_tensors = extra_tensors
 

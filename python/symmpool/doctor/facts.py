@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from symmpool.memory.held import HeldMemory
 
 #: A pool's default stride: the address space of one rank, in bytes.
@@ -175,7 +177,7 @@ def _has_python_backends() -> bool:
     return registration.has_python_backends()
 
 
-def allocator_facts(torch: Any) -> dict[str, Any]:
+def allocator_facts(torch: ModuleType) -> dict[str, Any]:
     """Returns the interfaces of torch for allocators that replace its own."""
     from symmpool.memory import install
 

@@ -15,6 +15,7 @@ from symmpool.groups import process_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     import torch
 
@@ -99,7 +100,7 @@ class EngineScope:
         self.resume()
         return self
 
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
         try:
             symmpool.use_pool(self._state.pool).__exit__(kind, value, traceback)
         finally:
@@ -169,7 +170,7 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def replace_module(name: str, module: Any) -> None:
+def replace_module(name: str, module: ModuleType) -> None:
     """Makes `import name` give `module`, also in the engine's modules that have imported names from it
     already, as plugins are called after these imports. Raises InvalidStateError if the engine's own module
     has made a pool."""
@@ -186,7 +187,7 @@ def replace_module(name: str, module: Any) -> None:
         setattr(importlib.import_module(parent), last, module)
 
 
-def rebind(old: Any, new: Any, package: str | None = None, but: str | None = None) -> None:
+def rebind(old: object, new: object, package: str | None = None, but: str | None = None) -> None:
     """Replaces a function or a class under every name that a module of a package has for it; without one, of
     any module. The module `but` stays as it is."""
     for name, module in list(sys.modules.items()):
@@ -197,7 +198,7 @@ def rebind(old: Any, new: Any, package: str | None = None, but: str | None = Non
             setattr(module, key, new)
 
 
-def _rebind(name: str, found: Any, module: Any) -> None:
+def _rebind(name: str, found: object, module: ModuleType) -> None:
     """Replaces names that the engine's modules have imported from `found` by those of `module`."""
     replaced = {key: getattr(found, key) for key in module.__all__ if hasattr(found, key)}
     package = name.partition(".")[0]

@@ -73,12 +73,13 @@ class CustomAllreduce:
             self._comm = Communicator(pool, timeout=seconds)
             if timeout is None:
                 # A rank that compiles its kernels is late for minutes, and NCCL would wait for it.
-                self._comm.timeout = process_groups.timeout_of_torch(group, name.partition(":")[0]) or seconds
+                of_torch = process_groups.timeout_of_torch(group, name.partition(":")[0])  # type: ignore[arg-type]
+                self._comm.timeout = of_torch or seconds
         except Error as error:
             why = str(error)
         # If one rank failed at once, the others may have waited for it until the timeout.
         what = "the construction of a CustomAllreduce"
-        refusals = agreement.agree(group, "custom_allreduce", why, 2 * seconds, what)
+        refusals = agreement.agree(group, "custom_allreduce", why, 2 * seconds, what)  # type: ignore[arg-type]
         if refusals:
             self._comm = None
             if refusals.get(0) is not None or why is not None:

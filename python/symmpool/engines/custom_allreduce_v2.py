@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.engines.custom_allreduce import CustomAllreduce
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["derived", "is_derived"]
 
@@ -26,7 +29,7 @@ def derived(base: type) -> type:
 
         _symmpool: CustomAllreduce | None = None
 
-        def __init__(self, group: Any, device: Any, *arguments: Any, **options: Any):
+        def __init__(self, group: Any, device: Any, *arguments: object, **options: object):
             super().__init__(group, device, *arguments, **options)
             # An instance without the pull half has buffers for fused kernels, and makes no all-reduces.
             if self.disabled or not getattr(self, "pull_enabled", True):
@@ -41,15 +44,15 @@ def derived(base: type) -> type:
                 return
             self._symmpool = ours
 
-        def _serves(self, inp: Any) -> bool:
+        def _serves(self, inp: torch.Tensor) -> bool:
             # A program that asks for one of SGLang's algorithms gets it.
             asked = getattr(self, "override_algo", None) is not None
             return self._symmpool is not None and not asked and self._symmpool.should_custom_ar(inp)
 
-        def should_custom_ar(self, inp: Any) -> bool:
+        def should_custom_ar(self, inp: torch.Tensor) -> bool:
             return not self.disabled and (self._serves(inp) or super().should_custom_ar(inp))
 
-        def custom_all_reduce(self, input: Any) -> Any:
+        def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
             if self._serves(input):
                 assert self._symmpool is not None
                 return self._symmpool.all_reduce(input)
@@ -65,6 +68,6 @@ def derived(base: type) -> type:
     return CustomAllReduceV2
 
 
-def is_derived(kind: Any) -> bool:
+def is_derived(kind: object) -> bool:
     """Whether a class is one that `derived` made."""
     return isinstance(kind, type) and "_symmpool" in vars(kind)

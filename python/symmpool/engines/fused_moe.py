@@ -229,7 +229,9 @@ class PrepareAndFinalize:
 
     # --- how
 
-    def _check(self, a1: Any, weights: Any, ids: Any, num_experts: Any, on_input: Any) -> None:
+    def _check(
+        self, a1: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, num_experts: int, on_input: bool
+    ) -> None:
         for what, given in (("a1", a1), ("topk_weights", weights), ("topk_ids", ids)):
             _readable(f"prepare: {what}", given)
             if given.dim() != 2 or given.shape[0] != a1.shape[0]:
@@ -245,7 +247,14 @@ class PrepareAndFinalize:
         raise InvalidArgumentError(f"prepare: {why}")
 
     def _send(
-        self, door: Door, a1: Any, weights: Any, ids: Any, on_input: bool, quant_config: Any, defer: bool
+        self,
+        door: Door,
+        a1: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        on_input: bool,
+        quant_config: QuantConfig,
+        defer: bool,
     ) -> tuple[Any, ...]:
         # A program's function says it, before there is anything to keep.
         batch = self._batch()
@@ -330,7 +339,14 @@ class PrepareAndFinalize:
         )
 
     def _return(
-        self, door: Door, output: Any, made: Any, weights: Any, ids: Any, on_input: bool, reduce: Any
+        self,
+        door: Door,
+        output: torch.Tensor,
+        made: Any,
+        weights: Any,
+        ids: torch.Tensor,
+        on_input: bool,
+        reduce: Any,
     ) -> tuple[torch.Tensor, ...]:
         batch = self._batch()
         handle = self._handles.get(batch)
@@ -393,11 +409,11 @@ class PrepareAndFinalize:
         return found, lambda: torch.cuda.current_stream(device).wait_event(event)
 
 
-def _readable(name: str, given: Any) -> None:
+def _readable(name: str, given: object) -> None:
     readable(name, tensor(name, given, optional=False))
 
 
-def _in_blocks(quant_config: Any) -> bool:
+def _in_blocks(quant_config: QuantConfig) -> bool:
     """Whether experts take float8_e4m3fn with a scale for each 128 channels."""
     shape = getattr(quant_config, "block_shape", None)
     of_type = getattr(quant_config, "quant_dtype", None) == torch.float8_e4m3fn

@@ -21,8 +21,11 @@ from symmpool.groups import agreement, process_groups
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
+    from symmpool.collectives.types import Op
     from symmpool.communicators.entry import CommunicatorEntry
+    from symmpool.communicators.work import Work
 
 __all__ = ["derived", "is_derived"]
 
@@ -57,7 +60,7 @@ class EngineCollectives:
         self._batches = 0
         self._messages: Any = None
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any, out: torch.Tensor | None = None) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: Op, out: torch.Tensor | None = None) -> None:
         """The sum, or what `op` says, in `out`, or in place."""
         symmpool.all_reduce(tensor, op, group=self.pool, out=out)
 
@@ -69,7 +72,7 @@ class EngineCollectives:
             symmpool.all_gather(list(output.split(sizes)), tensor, group=self.pool)
 
     def reduce_scatter(
-        self, output: torch.Tensor, tensor: torch.Tensor, op: Any, sizes: list[int] | None
+        self, output: torch.Tensor, tensor: torch.Tensor, op: Op, sizes: list[int] | None
     ) -> None:
         """This rank's rows of the sum."""
         if sizes is None:
@@ -77,7 +80,7 @@ class EngineCollectives:
         else:
             symmpool.reduce_scatter(output, list(tensor.split(sizes)), op, group=self.pool)
 
-    def reduce(self, output: torch.Tensor, tensor: torch.Tensor, root: int, op: Any) -> None:
+    def reduce(self, output: torch.Tensor, tensor: torch.Tensor, root: int, op: Op) -> None:
         """The sum, in the root's `output` alone."""
         if self.rank == root and output.data_ptr() != tensor.data_ptr():
             output.copy_(tensor)
@@ -106,7 +109,9 @@ class EngineCollectives:
             self.message(sends, part, peer)
         self.end_batch()
 
-    def message(self, sends: bool, tensor: torch.Tensor, peer: int, stream: Any = None) -> None:
+    def message(
+        self, sends: bool, tensor: torch.Tensor, peer: int, stream: torch.cuda.Stream | None = None
+    ) -> None:
         """Sends or receives a tensor, behind what its stream was given so far. In a batch it waits for that's
         end."""
         if self._batches:
@@ -142,7 +147,7 @@ class EngineCollectives:
                 with _on(stream):
                     work.wait()
 
-    def _begin(self, sends: bool, tensor: torch.Tensor, peer: int) -> Any:
+    def _begin(self, sends: bool, tensor: torch.Tensor, peer: int) -> Work | dist.Work | None:
         if not tensor.is_cuda:
             return (symmpool.isend if sends else symmpool.irecv)(tensor, peer, group=self.pool)
         if self._messages is None:
@@ -188,7 +193,7 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
         _engines_own = base
         _symmpool: EngineCollectives
 
-        def __new__(cls, group: Any, device: Any, *arguments: Any, **options: Any) -> Any:
+        def __new__(cls, group: Any, device: Any, *arguments: object, **options: object) -> Any:
             given = {**dict(zip(_SGLANGS_OPTIONS, arguments, strict=False)), **options}
             # NCCL's windows, and its gathers by copy engines.
             needs_nccl = given.get("is_symmetric_memory_enabled") or given.get("cta_policy") is not None
@@ -200,7 +205,7 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
             found._symmpool = ours
             return found
 
-        def __init__(self, group: Any, device: Any, *arguments: Any, **options: Any):
+        def __init__(self, group: Any, device: Any, *arguments: object, **options: object):
             ours = self._symmpool
             self.group, self.device = group, ours.device
             self.rank, self.world_size = ours.rank, ours.world
@@ -209,17 +214,23 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
             self.nccl_version = 0
 
         @staticmethod
-        def from_unique_id_bytes(*arguments: Any, **options: Any) -> Any:
+        def from_unique_id_bytes(*arguments: object, **options: object) -> Any:
             """NCCL's, whose other ranks need not be the engine's."""
             return base.from_unique_id_bytes(*arguments, **options)
 
-        def _all_reduce_in_place(self, tensor: Any, op: Any = "sum", stream: Any = None) -> None:
+        def _all_reduce_in_place(
+            self, tensor: torch.Tensor, op: Op = "sum", stream: torch.cuda.Stream | None = None
+        ) -> None:
             if not self.disabled:
                 with _on(stream):
                     self._symmpool.all_reduce(tensor, op)
 
         def outplace_all_reduce(
-            self, in_tensor: Any, out_tensor: Any = None, op: Any = "sum", stream: Any = None
+            self,
+            in_tensor: torch.Tensor,
+            out_tensor: torch.Tensor | None = None,
+            op: Op = "sum",
+            stream: torch.cuda.Stream | None = None,
         ) -> Any:
             if self.disabled:
                 return None
@@ -232,7 +243,11 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
         all_reduce: Any = _all_reduce_in_place if in_place else outplace_all_reduce
 
         def all_gather(
-            self, output_tensor: Any, input_tensor: Any, sizes: Any = None, stream: Any = None
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            sizes: list[int] | None = None,
+            stream: torch.cuda.Stream | None = None,
         ) -> None:
             if not in_place:
                 # vLLM's third argument is the stream.
@@ -242,7 +257,11 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
                     self._symmpool.all_gather(output_tensor, input_tensor, sizes)
 
         def all_gatherv(
-            self, output_tensor: Any, input_tensor: Any, sizes: list[int], stream: Any = None
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            sizes: list[int],
+            stream: torch.cuda.Stream | None = None,
         ) -> None:
             if not self.disabled:
                 with _on(stream):
@@ -250,11 +269,11 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
 
         def reduce_scatter(
             self,
-            output_tensor: Any,
-            input_tensor: Any,
-            op: Any = "sum",
-            sizes: Any = None,
-            stream: Any = None,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            op: Op = "sum",
+            sizes: list[int] | None = None,
+            stream: torch.cuda.Stream | None = None,
         ) -> None:
             if not in_place:
                 sizes, stream = None, stream if stream is not None else sizes
@@ -264,44 +283,54 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
 
         def reduce_scatterv(
             self,
-            output_tensor: Any,
-            input_tensor: Any,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
             sizes: list[int],
-            op: Any = "sum",
-            stream: Any = None,
+            op: Op = "sum",
+            stream: torch.cuda.Stream | None = None,
         ) -> None:
             if not self.disabled:
                 with _on(stream):
                     self._symmpool.reduce_scatter(output_tensor, input_tensor, op, sizes)
 
         def reduce(
-            self, output_tensor: Any, input_tensor: Any, root: int, op: Any = "sum", stream: Any = None
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            root: int,
+            op: Op = "sum",
+            stream: torch.cuda.Stream | None = None,
         ) -> None:
             if not self.disabled:
                 with _on(stream):
                     self._symmpool.reduce(output_tensor, input_tensor, root, op)
 
         def scatter(
-            self, output_tensor: Any, input_tensor: Any, sizes: list[int], root: int = 0, stream: Any = None
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            sizes: list[int],
+            root: int = 0,
+            stream: torch.cuda.Stream | None = None,
         ) -> None:
             if not self.disabled:
                 with _on(stream):
                     self._symmpool.scatter(output_tensor, input_tensor, sizes, root)
 
-        def all_to_all_single(self, output_tensor: Any, input_tensor: Any) -> None:
+        def all_to_all_single(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor) -> None:
             if not self.disabled:
                 self._symmpool.all_to_all(output_tensor, input_tensor)
 
-        def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
+        def broadcast(self, tensor: torch.Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:
             if not self.disabled:
                 with _on(stream):
                     self._symmpool.broadcast(tensor, src)
 
-        def send(self, tensor: Any, dst: int, stream: Any = None) -> None:
+        def send(self, tensor: torch.Tensor, dst: int, stream: torch.cuda.Stream | None = None) -> None:
             if not self.disabled:
                 self._symmpool.message(True, tensor, dst, stream)
 
-        def recv(self, tensor: Any, src: int, stream: Any = None) -> None:
+        def recv(self, tensor: torch.Tensor, src: int, stream: torch.cuda.Stream | None = None) -> None:
             if not self.disabled:
                 self._symmpool.message(False, tensor, src, stream)
 
@@ -311,7 +340,7 @@ def _derived(base: Any, in_place: bool, symmetric: Callable[[], bool]) -> type:
         def group_end(self) -> None:
             self._symmpool.end_batch()
 
-        def register_comm_window(self, tensor: Any) -> Any:
+        def register_comm_window(self, tensor: torch.Tensor) -> Any:
             raise _no_windows("register_comm_window", self.rank)
 
         def register_comm_window_raw(self, ptr: int, size: int) -> Any:
@@ -349,7 +378,7 @@ def _no_windows(call: str, rank: int) -> UnsupportedError:
     )
 
 
-def _on(stream: Any) -> Any:
+def _on(stream: torch.cuda.Stream | None) -> Any:
     """The stream as the current one, where it is one of a device."""
     if stream is None or not hasattr(stream, "cuda_stream"):
         return contextlib.nullcontext()
@@ -358,7 +387,7 @@ def _on(stream: Any) -> Any:
     return torch.cuda.stream(stream)
 
 
-def _current_stream(tensor: torch.Tensor) -> Any:
+def _current_stream(tensor: torch.Tensor) -> torch.cuda.Stream:
     import torch
 
     return torch.cuda.current_stream(tensor.device)

@@ -121,7 +121,7 @@ def install_fusion() -> None:
         setattr(module, _PREFLIGHT, _needs_nothing)
 
 
-def _needs_nothing(*arguments: Any, **options: Any) -> bool:
+def _needs_nothing(*arguments: object, **options: object) -> bool:
     return True
 
 
@@ -202,7 +202,7 @@ class SymmetricMemoryContext:
         self._scope, self._before, _active[0] = scope, _active[0], self
         return self
 
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
         scope, self._scope = self._scope, None
         _active[0], self._before = self._before, None
         if scope is not None:

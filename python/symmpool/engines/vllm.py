@@ -150,7 +150,7 @@ class nccl_symm_mem_context:
             self._scope.__enter__()
         return self
 
-    def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
+    def __exit__(self, kind: object, value: object, traceback: object) -> None:
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.__exit__(kind, value, traceback)

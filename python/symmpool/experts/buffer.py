@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -22,9 +22,13 @@ from symmpool.groups import pool_registry, resolution
 from symmpool.groups.names import resolved
 
 if TYPE_CHECKING:
+    from symmpool.communicators.entry import CommunicatorEntry
+    from symmpool.experts.gradients import WeightsBuffer
     from symmpool.groups.types import DeviceLike, GroupLike
 
 __all__ = ["ExpertBuffer", "combine", "dispatch"]
+
+_Left = TypeVar("_Left")
 
 
 class ExpertBuffer:
@@ -87,7 +91,7 @@ class ExpertBuffer:
     def _make(
         self,
         door: Door,
-        entry: Any,
+        entry: CommunicatorEntry,
         made_for: dict[str, Any],
         dtype: torch.dtype,
         num_sms: int | None = None,
@@ -388,7 +392,9 @@ class ExpertBuffer:
             say_written(given.out, given.out_scales)
         return received, handle, wait
 
-    def _received(self, handle: Handle, known: bool, dtype: torch.dtype, scaled: Any) -> Received:
+    def _received(
+        self, handle: Handle, known: bool, dtype: torch.dtype, scaled: tuple[int, torch.dtype] | None
+    ) -> Received:
         """Views of the buffer's memory."""
         x = self._view("rows", self.hidden, dtype)
         scales = None if scaled is None else self._view("scales", *scaled)
@@ -424,7 +430,7 @@ class ExpertBuffer:
         door: Door,
         expert_output: torch.Tensor,
         handle: Handle,
-        weights: Any = None,
+        weights: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         hook: bool = False,
         more: int = 0,
@@ -456,12 +462,12 @@ class ExpertBuffer:
     def _run(
         self,
         door: Door,
-        call: Any,
-        arguments: tuple[Any, ...],
+        call: Callable[..., object],
+        arguments: tuple[object, ...],
         hook: bool,
-        left: Callable[[], Any],
+        left: Callable[[], _Left],
         more: int = 0,
-    ) -> tuple[Any, Callable[[], None]]:
+    ) -> tuple[_Left, Callable[[], None]]:
         """Makes a call on the current stream, or with a hook on another, and `left` behind it. Returns what
         that returns, and what waits for both."""
         if not hook or self.device.type == "cpu":
@@ -496,7 +502,7 @@ class ExpertBuffer:
         whoever reads received rows behind a dispatch, as the next one overwrites them."""
         self._entry.extend_order()
 
-    def _for_weights(self, door: Door) -> Any:
+    def _for_weights(self, door: Door) -> WeightsBuffer:
         """A buffer of the same routing whose rows are the weights of a token, for their gradients. Making it
         is collective."""
         if self._weights_buffer is None:
@@ -509,7 +515,7 @@ class ExpertBuffer:
         return self._weights_buffer
 
 
-def made_by_all(entry: Any, door: Door, **options: Any) -> ExpertBufferCore:
+def made_by_all(entry: CommunicatorEntry, door: Door, **options: Any) -> ExpertBufferCore:
     """Makes a buffer's memory and kernels, in one call of the communicator: all ranks allocate, with the same
     options, or none does. Memory of buffers that all ranks have dropped is used again."""
     if entry.device >= 0 and torch.cuda.is_current_stream_capturing():
@@ -529,7 +535,7 @@ def _nothing() -> None:
     """On the CPU, and without a hook, a call is on the stream when it returns."""
 
 
-def _device_for(group: Any) -> str:
+def _device_for(group: GroupLike) -> str:
     """Where a group's first pool is; without one, the current CUDA device if the program uses CUDA."""
     group = resolved(group)
     if isinstance(group, Pool):

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmpool._symmpool import _shows_memory
 from symmpool.errors import InvalidArgumentError
 from symmpool.experts.received import SCALES, Handle
+
+if TYPE_CHECKING:
+    from typing import SupportsIndex
+
+    from symmpool.experts.buffer import ExpertBuffer
 
 __all__ = [
     "LAYOUTS",
@@ -53,19 +58,19 @@ class Dispatch:
     more: int = 0
 
 
-def has_grad(tensor: Any) -> bool:
+def has_grad(tensor: object) -> bool:
     """Whether autograd records what is done with a tensor, if it is one."""
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad
 
 
-def switch(name: str, given: Any) -> bool:
+def switch(name: str, given: object) -> bool:
     """An argument that is True or False."""
     if isinstance(given, int) and given in (0, 1):
         return bool(given)
     raise TypeError(f"{name}: True or False is needed, not {shown(given)}")
 
 
-def alignment_of(given: Any) -> int:
+def alignment_of(given: SupportsIndex) -> int:
     """Returns the number that the first row of each expert is a multiple of."""
     try:
         found = operator.index(given)
@@ -76,7 +81,7 @@ def alignment_of(given: Any) -> int:
     return found
 
 
-def shown(given: Any) -> str:
+def shown(given: object) -> str:
     """Describes an argument in an error. Tensors are not printed: where a storage was freed that ends the
     process."""
     if isinstance(given, int) and not abs(given) < 1 << 64:
@@ -86,7 +91,7 @@ def shown(given: Any) -> str:
     return f"an object of type {type(given).__name__}"
 
 
-def tensor(name: str, given: Any, optional: bool = True) -> Any:
+def tensor(name: str, given: object, optional: bool = True) -> Any:
     """A tensor of torch, or None."""
     if isinstance(given, torch.Tensor) or (optional and given is None):
         return given
@@ -100,7 +105,7 @@ def readable(name: str, given: torch.Tensor) -> torch.Tensor:
     return given
 
 
-def in_float32(name: str, weights: Any) -> Any:
+def in_float32(name: str, weights: torch.Tensor | None) -> torch.Tensor | None:
     """Weights in the type in which they travel, where they are of float16 or bfloat16, as autocast makes
     them. Their gradients come back in their own type."""
     if isinstance(weights, torch.Tensor) and weights.dtype in (torch.float16, torch.bfloat16):
@@ -108,13 +113,13 @@ def in_float32(name: str, weights: Any) -> Any:
     return weights
 
 
-def _out(name: str, given: Any) -> Any:
-    if tensor(name, given) is not None and given.requires_grad:
+def _out(name: str, given: torch.Tensor | None) -> torch.Tensor | None:
+    if has_grad(tensor(name, given)):
         raise InvalidArgumentError(f"{name}: it requires grad, and no gradient flows through what is written")
     return given
 
 
-def _quantize(given: Any) -> str | None:
+def _quantize(given: object) -> str | None:
     if given is None or (isinstance(given, str) and given in SCALES):
         return given
     if isinstance(given, str):
@@ -124,14 +129,14 @@ def _quantize(given: Any) -> str | None:
     raise TypeError(f"quantize: a name or None is needed, not {type(given)}")
 
 
-def layout_of(given: Any) -> str:
+def layout_of(given: object) -> str:
     """The name of a layout."""
     if not isinstance(given, str) or given not in LAYOUTS:
         raise InvalidArgumentError(f"layout: {shown(given)} is neither 'rank' nor 'expert'")
     return given
 
 
-def checked_handle(buffer: Any, handle: Any) -> Handle:
+def checked_handle(buffer: ExpertBuffer, handle: Handle) -> Handle:
     """A handle of a buffer."""
     if not isinstance(handle, Handle):
         raise TypeError(f"handle: one that dispatch returned is needed, not {type(handle)}")
@@ -141,7 +146,12 @@ def checked_handle(buffer: Any, handle: Any) -> Handle:
 
 
 def checked_dispatch(
-    buffer: Any, x: Any, ids: Any, weights: Any, copy: Any, options: dict[str, Any]
+    buffer: ExpertBuffer,
+    x: torch.Tensor,
+    ids: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    copy: object,
+    options: dict[str, Any],
 ) -> Dispatch:
     """Checks a dispatch. `copy` is None where the caller does not say."""
     x = tensor("x", x, optional=False)
@@ -183,7 +193,9 @@ def checked_dispatch(
     return found
 
 
-def checked_combine(buffer: Any, rows: Any, handle: Any, out: Any) -> None:
+def checked_combine(
+    buffer: ExpertBuffer, rows: torch.Tensor, handle: Handle, out: torch.Tensor | None
+) -> None:
     """Checks a combine."""
     checked_handle(buffer, handle)
     if tensor("expert_output", rows, optional=False).dim() != 2:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.communicators.entry import REPORTED
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from types import TracebackType
 
 __all__ = ["Door"]
 
@@ -20,7 +24,7 @@ class Door:
 
     __slots__ = ("_is_open", "_preparing", "result")
 
-    def __init__(self, preparing: Callable[[], Any]):
+    def __init__(self, preparing: Callable[[], AbstractContextManager[object]]):
         self._preparing, self._is_open = preparing, True
         #: What the last call returned.
         self.result: Any = None
@@ -28,11 +32,11 @@ class Door:
     def __enter__(self) -> Door:
         return self
 
-    def closing(self, call: Callable[..., Any], last: bool = True) -> Callable[..., None]:
+    def closing(self, call: Callable[..., object], last: bool = True) -> Callable[..., None]:
         """A call of the communicator, which closes the door when it is made: for good if it is the last one,
         or if it fails."""
 
-        def made(*arguments: Any) -> None:
+        def made(*arguments: object) -> None:
             # One line: Ctrl-C between its parts would be reported though the call was made, or not at all.
             # fmt: off
             self._is_open = False; self.result = call(*arguments); self._is_open = not last  # noqa: E702
@@ -44,11 +48,13 @@ class Door:
         """Closes the door: every rank knows of an error that is raised from here on."""
         self._is_open = False
 
-    def lead(self, preparing: Callable[[], Any]) -> None:
+    def lead(self, preparing: Callable[[], AbstractContextManager[object]]) -> None:
         """The other ranks' next call is on another communicator."""
         self._preparing = preparing
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is not None and self._is_open and not error.__dict__.pop(REPORTED, False):
             self._is_open = False
             self._preparing().__exit__(kind, error, traceback)

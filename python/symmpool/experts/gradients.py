@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -22,13 +22,18 @@ from symmpool.experts.checks import Dispatch
 from symmpool.experts.door import Door
 from symmpool.experts.received import received_rows
 
+if TYPE_CHECKING:
+    from symmpool._symmpool import ExpertBufferCore
+    from symmpool.experts.buffer import ExpertBuffer
+    from symmpool.experts.received import Handle, Received
+
 __all__ = ["WeightsBuffer", "combine", "combined", "dispatch", "dispatched"]
 
 
 class WeightsBuffer:
     """Sends weights of tokens, or their gradients, the way that rows go; by the handles of another buffer."""
 
-    def __init__(self, buffer: Any, core: Any, width: int):
+    def __init__(self, buffer: ExpertBuffer, core: ExpertBufferCore, width: int):
         # That buffer keeps this one.
         self._buffer, self._core, self._width = weakref.proxy(buffer), core, width
         block = core.received("rows", [buffer.capacity, 4 * width], "uint8")
@@ -43,7 +48,7 @@ class WeightsBuffer:
         rows[:, : values.shape[1]] = values
         return rows
 
-    def send(self, door: Door, weights: torch.Tensor, handle: Any, more: int) -> torch.Tensor:
+    def send(self, door: Door, weights: torch.Tensor, handle: Handle, more: int) -> torch.Tensor:
         """The weights of received tokens, `[capacity, top_k]`; of experts elsewhere, too. `more` calls follow
         that belong to it."""
         buffer = self._buffer
@@ -58,7 +63,7 @@ class WeightsBuffer:
         found, _ = buffer._run(door, self._core.dispatch, arguments, False, left, more)
         return found
 
-    def send_back(self, door: Door, gradients: torch.Tensor, handle: Any) -> torch.Tensor:
+    def send_back(self, door: Door, gradients: torch.Tensor, handle: Handle) -> torch.Tensor:
         """The sums of `gradients`, `[received, top_k]`, of each token: `[tokens, top_k]`."""
         buffer, rows = self._buffer, self._padded(gradients)
         out = rows.new_empty((handle.tokens, self._width))
@@ -73,7 +78,12 @@ class WeightsBuffer:
 
 
 def dispatched(
-    door: Door, buffer: Any, handle: Any, rows: Any, row_weights: Any, here: Any
+    door: Door,
+    buffer: ExpertBuffer,
+    handle: Handle,
+    rows: torch.Tensor | None,
+    row_weights: torch.Tensor | None,
+    here: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a dispatch's tokens and weights, from those of its rows and, by rank, of their
     weights. What there is none of is None. `here` says which weights are of experts of this rank."""
@@ -85,13 +95,20 @@ def dispatched(
         more = int(row_weights is not None)
         x, _ = buffer._combine(door, rows.contiguous(), handle, ones, more=more)
     if row_weights is not None:
+        assert here is not None  # weights come with it
         gradients = torch.where(here, row_weights, 0)
         weights = buffer._for_weights(door).send_back(door, gradients, handle)
     return x, weights
 
 
 def combined(
-    door: Door, buffer: Any, handle: Any, gradient: Any, expert_output: Any, weights: Any, of_weights: bool
+    door: Door,
+    buffer: ExpertBuffer,
+    handle: Handle,
+    gradient: torch.Tensor,
+    expert_output: torch.Tensor,
+    weights: torch.Tensor | None,
+    of_weights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The gradients of a combine's rows and, with `of_weights`, of weights, from that of its sums. Rows by
     expert were multiplied by `weights`, or without them by those that the handle keeps. Rows by rank are as
@@ -130,7 +147,7 @@ def combined(
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, weights: Any, door: Door, buffer: Any, given: Any, result: Any) -> Any:
+    def forward(ctx: Any, x: Any, weights: Any, door: Door, buffer: Any, given: Dispatch, result: Any) -> Any:
         detached = None if weights is None else weights.detach()
         given = dataclasses.replace(given, x=x.detach(), weights=detached)
         received, handle, _ = buffer._dispatch(door, given)
@@ -157,7 +174,7 @@ class _Dispatch(torch.autograd.Function):
         return x, weights, None, None, None, None
 
 
-def dispatch(door: Door, buffer: Any, given: Dispatch, copy: Any) -> Any:
+def dispatch(door: Door, buffer: ExpertBuffer, given: Dispatch, copy: object) -> tuple[Received, Handle]:
     """`ExpertBuffer.dispatch` where a gradient flows."""
     if given.quantize is not None or given.scales is not None:
         raise InvalidArgumentError(
@@ -211,8 +228,14 @@ class _Combine(torch.autograd.Function):
 
 
 def combine(
-    door: Door, buffer: Any, expert_output: Any, handle: Any, weights: Any, out: Any, hook: bool
-) -> Any:
+    door: Door,
+    buffer: ExpertBuffer,
+    expert_output: torch.Tensor,
+    handle: Handle,
+    weights: torch.Tensor | None,
+    out: torch.Tensor | None,
+    hook: bool,
+) -> torch.Tensor:
     """`ExpertBuffer.combine` where a gradient flows."""
     if hook or out is not None:
         raise InvalidArgumentError(

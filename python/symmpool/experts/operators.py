@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -34,6 +34,9 @@ from symmpool.experts.checks import (
 from symmpool.experts.door import Door
 from symmpool.experts.received import SCALES, Handle, scales_of
 
+if TYPE_CHECKING:
+    from symmpool.experts.buffer import ExpertBuffer
+
 __all__ = ["name"]
 
 #: Buffers by name, which is the same on every rank, as all make them in the same order.
@@ -41,7 +44,7 @@ _buffers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _made = 0
 
 
-def name(buffer: Any) -> str:
+def name(buffer: ExpertBuffer) -> str:
     """The name under which operators find a new buffer."""
     global _made
     _made += 1
@@ -72,7 +75,7 @@ for _signature in (
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _handle(buffer: Any, memory: torch.Tensor, tokens: int, layout: str, alignment: int) -> Handle:
+def _handle(buffer: ExpertBuffer, memory: torch.Tensor, tokens: int, layout: str, alignment: int) -> Handle:
     """A handle that an operator was given as a tensor."""
     layout, alignment = layout_of(layout), alignment_of(alignment)
     if memory.dtype != torch.int32 or memory.shape != (buffer.handle_elements,):
@@ -121,8 +124,8 @@ def _dispatch(
 
 def _dispatch_fake(
     x: torch.Tensor,
-    topk_ids: Any,
-    topk_weights: Any,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
     buffer: str,
     layout: str,
     alignment: int,
@@ -165,8 +168,8 @@ def _combine(
 
 def _combine_fake(
     expert_output: torch.Tensor,
-    handle: Any,
-    weights: Any,
+    handle: torch.Tensor,
+    weights: torch.Tensor | None,
     tokens: int,
     buffer: str,
     layout: str,
@@ -197,10 +200,10 @@ def _dispatch_backward(
 
 
 def _dispatch_backward_fake(
-    rows: Any,
-    row_weights: Any,
-    topk_ids: Any,
-    handle: Any,
+    rows: torch.Tensor,
+    row_weights: torch.Tensor | None,
+    topk_ids: torch.Tensor,
+    handle: torch.Tensor,
     tokens: int,
     buffer: str,
     layout: str,
@@ -233,10 +236,10 @@ def _combine_backward(
 
 
 def _combine_backward_fake(
-    gradient: Any,
-    expert_output: Any,
-    handle: Any,
-    weights: Any,
+    gradient: torch.Tensor,
+    expert_output: torch.Tensor,
+    handle: torch.Tensor,
+    weights: torch.Tensor | None,
     tokens: int,
     buffer: str,
     layout: str,
@@ -250,7 +253,7 @@ def _combine_backward_fake(
 # --- what autograd sees
 
 
-def _below_autograd(operator: Any, *arguments: Any, **options: Any) -> Any:
+def _below_autograd(operator: Any, *arguments: object, **options: object) -> Any:
     with torch._C._AutoDispatchBelowAutograd():
         return operator(*arguments, **options)
 

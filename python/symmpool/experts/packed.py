@@ -3,7 +3,7 @@ that batched matrix multiplications take, without the host knowing any size."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,11 +11,19 @@ from symmpool.experts.checks import Dispatch, checked_combine
 from symmpool.experts.door import Door
 from symmpool.experts.received import Handle, scales_of
 
+if TYPE_CHECKING:
+    from symmpool.experts.buffer import ExpertBuffer
+
 __all__ = ["combine_packed", "dispatch_packed"]
 
 
 def dispatch_packed(
-    door: Door, buffer: Any, x: torch.Tensor, topk_ids: torch.Tensor, rows: int, quantize: str | None = None
+    door: Door,
+    buffer: ExpertBuffer,
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    rows: int,
+    quantize: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Handle]:
     """Sends tokens of an `ExpertBuffer` as its `dispatch` does. Returns `(x, scales, handle)`: the rows of
     each expert begin its part, by source rank and there in the order of tokens; `handle.expert_counts` says
@@ -44,7 +52,7 @@ def dispatch_packed(
 
 def combine_packed(
     door: Door,
-    buffer: Any,
+    buffer: ExpertBuffer,
     x: torch.Tensor,
     handle: Handle,
     weights: torch.Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,7 +11,7 @@ from symmpool.errors import InvalidArgumentError
 __all__ = ["described", "refuse_gradients", "wrong_lists"]
 
 
-def described(given: Any) -> str:
+def described(given: object) -> str:
     """Describes an argument, in an error that says what it must be."""
     if isinstance(given, torch.Tensor):
         return f"{given.dtype} of shape {tuple(given.shape)}"
@@ -30,7 +29,7 @@ def refuse_gradients(name: str, **tensors: torch.Tensor | None) -> None:
                 )
 
 
-def wrong_lists(**lists: Any) -> str | None:
+def wrong_lists(**lists: object) -> str | None:
     """Returns what is wrong with arguments that are lists, each as long as the first one; None if nothing
     is."""
     counts = []

@@ -3,21 +3,29 @@ rank."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from symmpool.communicators.cache import communicator_for
 from symmpool.errors import InvalidArgumentError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from symmpool.communicators.entry import CommunicatorEntry
+    from symmpool.groups.types import GroupLike
+
 __all__ = ["entry_for", "gathered_rows", "is_pipelined"]
 
 
-def entry_for(name: str, tensor: Any, group: Any, check: Any) -> Any:
+def entry_for(
+    name: str, tensor: torch.Tensor, group: GroupLike, check: Callable[[int], None]
+) -> CommunicatorEntry:
     """Returns the entry that serves a call, whose arguments `check(world)` refuses where they are wrong;
     calls of other ranks on that kind of device fail then, too."""
 
-    def first(rank: int, world: int) -> Any:
+    def first(rank: int, world: int) -> tuple[str, tuple[object, ...]]:
         _checked(name, check, rank, world)
         return ("barrier", ())
 
@@ -29,7 +37,7 @@ def entry_for(name: str, tensor: Any, group: Any, check: Any) -> Any:
     return entry
 
 
-def _checked(name: str, check: Any, rank: int, world: int) -> None:
+def _checked(name: str, check: Callable[[int], None], rank: int, world: int) -> None:
     """Has every wrong argument be an InvalidArgumentError that names the call and the rank. What has no
     attribute that the checks look at is wrong, too: were that error another one, the other ranks would
     wait for a call that never comes."""
@@ -47,7 +55,7 @@ def is_pipelined(tensor: torch.Tensor, world: int) -> bool:
     return tensor.is_cuda and world > 1 and tensor.numel() > 0
 
 
-def gathered_rows(entry: Any, rows: torch.Tensor) -> torch.Tensor:
+def gathered_rows(entry: CommunicatorEntry, rows: torch.Tensor) -> torch.Tensor:
     """Every rank's rows, one after the other."""
     with entry.preparing():
         whole = rows.new_empty((entry.comm.world * rows.shape[0], *rows.shape[1:]))

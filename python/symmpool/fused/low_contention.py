@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,12 +14,13 @@ from symmpool.fused.entry import entry_for, gathered_rows, is_pipelined
 from symmpool.fused.matmuls import DTYPES, check_reduce, fingerprint
 
 if TYPE_CHECKING:
+    from symmpool.communicators.entry import CommunicatorEntry
     from symmpool.groups.types import GroupLike
 
 __all__ = ["low_contention_all_gather", "low_contention_reduce_scatter"]
 
 
-def _check(name: str, tensor: Any, world: int) -> None:
+def _check(name: str, tensor: torch.Tensor, world: int) -> None:
     if not isinstance(tensor, torch.Tensor) or tensor.dim() == 0 or tensor.dtype not in DTYPES:
         raise InvalidArgumentError(
             f"{name}: tensor: {described(tensor)}; it must be a tensor of 1 or more dimensions, of float32, "
@@ -33,7 +34,7 @@ def _check(name: str, tensor: Any, world: int) -> None:
         )
 
 
-def _call(entry: Any, name: str, tensor: torch.Tensor, *rest: Any) -> pipeline.MatmulCall:
+def _call(entry: CommunicatorEntry, name: str, tensor: torch.Tensor, *rest: object) -> pipeline.MatmulCall:
     columns = tensor.numel() // max(tensor.shape[0], 1)
     sizes = (tensor.shape[0], min(columns, (1 << 32) - 1), 0)
     return pipeline.MatmulCall(entry, name, tensor, sizes, fingerprint(tuple(tensor.shape), *rest))

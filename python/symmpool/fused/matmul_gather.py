@@ -101,7 +101,7 @@ def _gather_matmul(
     matmuls: list[Matmul],
     scale: torch.Tensor | None,
     dim: int,
-    group: Any,
+    group: GroupLike,
     return_A: bool,
     in_front: bool,
     wrong: str | None,
@@ -225,7 +225,7 @@ def _gather_columns(
         gathered = rows.new_empty((world, *rows.shape)) if return_A else None
     done: list[Any] = []
 
-    def multiply(given: torch.Tensor, _: Any, rank: int) -> None:
+    def multiply(given: torch.Tensor, _: object, rank: int) -> None:
         # Sums grow in one tensor, so each matmul waits for the last one.
         for event in done:
             torch.cuda.current_stream(rows.device).wait_event(event)

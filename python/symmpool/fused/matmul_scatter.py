@@ -111,7 +111,7 @@ def _matmul_scatter(
     scatter_dim: int,
     dim_of_A: int,
     output_shape: Sequence[int] | None,
-    group: Any,
+    group: GroupLike,
     wrong: str | None = None,
     is_scaled: bool = False,
 ) -> torch.Tensor:
@@ -224,7 +224,7 @@ def _matmul_shape(A: torch.Tensor, matmul: Matmul, output_shape: Sequence[int] |
     return list(output_shape) if output_shape is not None else [*A.shape[:-1], matmul.right.shape[1]]
 
 
-def parts_of(rows: Any, scales: Any, matmul: Matmul, world: int, is_last: bool) -> Any:
+def parts_of(rows: torch.Tensor, scales: Any, matmul: Matmul, world: int, is_last: bool) -> Any:
     """Left rows, their scales and the right matrix of each rank's part."""
     is_per_row = scales is not None and scales.numel() > 1
     if is_last:

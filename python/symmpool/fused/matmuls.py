@@ -6,13 +6,16 @@ import dataclasses
 import functools
 import hashlib
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmpool.communicators.tensors import to_read
 from symmpool.errors import InvalidArgumentError
 from symmpool.fused.arguments import described, refuse_gradients
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "Matmul",
@@ -61,7 +64,9 @@ class Matmul:
         """The type of the matmul."""
         return self.out_dtype or (left.dtype if self.is_scaled else self.right.dtype)
 
-    def make(self, left: torch.Tensor, left_scale: torch.Tensor | None, out: torch.Tensor | None) -> Any:
+    def make(
+        self, left: torch.Tensor, left_scale: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
         """The matmul of rows, in `out` if that is given."""
         if self.right_scale is None:
             return torch.mm(left, self.right) if out is None else torch.mm(left, self.right, out=out)
@@ -81,9 +86,12 @@ class Matmul:
             **more,
         )
 
-    def _make_by_rows(self, left: torch.Tensor, left_scale: Any, out: torch.Tensor | None) -> torch.Tensor:
+    def _make_by_rows(
+        self, left: torch.Tensor, left_scale: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
         """The matmul with scales of rows or columns, which torch has none of on the CPU."""
         assert self.right_scale is not None
+        assert left_scale is not None
         made = (left.float() * left_scale) @ (self.right.float() * self.right_scale)
         if self.bias is not None:
             made += self.bias
@@ -94,7 +102,7 @@ class Matmul:
 
     def in_memory(self, name: str, which: str) -> Matmul:
         """Returns the same matmul, of matrices whose memory holds what they show."""
-        found = {
+        found: dict[str, Any] = {
             what: to_read(f"{name}: {of}", given)
             for what, of, given in (
                 ("right", which, self.right),
@@ -124,7 +132,7 @@ class Matmul:
         )
 
 
-def check_left(name: str, which: str, left: Any, dim: Any, what: str) -> None:
+def check_left(name: str, which: str, left: object, dim: object, what: str) -> None:
     """Refuses what is no left matrix, and what is none of its dimensions."""
     if not isinstance(left, torch.Tensor) or left.dim() < 2 or left.dtype not in DTYPES:
         raise InvalidArgumentError(
@@ -172,7 +180,7 @@ def check_right(name: str, which: str, matmul: Matmul, left: torch.Tensor, inner
 
 
 def check_scales(
-    name: str, which: tuple[str, str], left: torch.Tensor, matmul: Matmul, left_scale: Any
+    name: str, which: tuple[str, str], left: torch.Tensor, matmul: Matmul, left_scale: torch.Tensor | None
 ) -> None:
     """Refuses matrices that have no scales, and scales that are no tensors: a matmul without them would be
     another one."""
@@ -208,14 +216,14 @@ def check_alike(
             )
 
 
-def check_reduce(name: str, reduce_op: Any) -> None:
+def check_reduce(name: str, reduce_op: object) -> None:
     """Refuses reductions other than "sum" and "avg": InvalidArgumentError."""
     if reduce_op not in ("sum", "avg"):
         raise InvalidArgumentError(f"{name}: reduce_op: {reduce_op!r} is none of 'sum' and 'avg'")
 
 
 def scales_of_rows(
-    name: str, scale: Any, shape: torch.Size, dim: int, world: int
+    name: str, scale: torch.Tensor | None, shape: torch.Size, dim: int, world: int
 ) -> tuple[str, torch.Tensor | None]:
     """Returns the kind of the scales of a shard that is gathered along `dim`: "one" for all of it, the
     "shard"'s own, or those of the "whole"; and the scales of rows, with `dim` in front."""
@@ -243,7 +251,7 @@ def fingerprint(*what: Any) -> int:
     return int.from_bytes(digest, "little")
 
 
-def rows_of(shape: Any) -> int:
+def rows_of(shape: Sequence[int]) -> int:
     """How many rows a shape has: the product of all dimensions but the last."""
     return math.prod(shape[:-1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,8 @@ from symmpool.fused.quantization import FP8, Fused, Quantization, check, new_sca
 from symmpool.groups.names import group_of
 
 if TYPE_CHECKING:
+    from typing import SupportsFloat
+
     from symmpool.groups.types import GroupLike
 
 __all__ = ["all_reduce_rms_norm"]
@@ -82,24 +85,24 @@ def all_reduce_rms_norm(
 def _make(
     given: tuple[torch.Tensor | None, ...],
     numbers: tuple[float, float],
-    quant: Any,
-    group: Any,
+    quant: Quantization | Callable[[], Quantization | None] | None,
+    group: GroupLike,
     algorithm: str,
 ) -> Fused:
     x: Any
     x = given[0]
+    found: Any = None
 
     def check(_: int) -> None:
-        nonlocal quant
-        if isinstance(quant, functools.partial):
-            quant = quant()
+        nonlocal found
+        found = quant() if isinstance(quant, functools.partial) else quant
         _check_how(numbers, algorithm)
-        _check(given, quant)
+        _check(given, found)
 
     entry = entry_for("all_reduce_rms_norm", x, group, check)
     with entry.preparing():
         # Copies, where memory does not hold what a tensor shows, and what this call makes.
-        tensors, quant = _in_memory(given, quant)
+        tensors, quant = _in_memory(given, found)
         x, residual, weight, bias, out, residual_out, norm_out = tensors
         numbers = (float(numbers[0]), float(numbers[1]))
         hidden = x.shape[-1]
@@ -124,7 +127,7 @@ def _make(
         dtype = _DTYPES[x.dtype]
         is_static = quant is None or quant.kind == "fp8_static"
         written = [each for each in given[4:] if each is not None]
-        if not is_static and quant.scale is not None:
+        if quant is not None and not is_static and quant.scale is not None:
             written.append(quant.scale)
         if written:
             say_written(*written)
@@ -132,7 +135,9 @@ def _make(
     return Fused(out, residual_out, None if is_static else scale)
 
 
-def _in_memory(given: tuple[torch.Tensor | None, ...], quant: Any) -> tuple[tuple[Any, ...], Any]:
+def _in_memory(
+    given: tuple[torch.Tensor | None, ...], quant: Quantization | None
+) -> tuple[tuple[Any, ...], Quantization | None]:
     """The tensors of a call, such that their memory holds what they show."""
     tensors = []
     for name, tensor in zip(_NAMES, given, strict=True):
@@ -140,14 +145,15 @@ def _in_memory(given: tuple[torch.Tensor | None, ...], quant: Any) -> tuple[tupl
             tensor = (to_write if name.endswith("out") else to_read)(name, tensor)
         tensors.append(tensor)
     if quant is not None and quant.scale is not None:
+        scale = quant.scale
         if quant.kind == "fp8_static":
-            quant = dataclasses.replace(quant, scale=to_read("quant: scale", quant.scale))
+            quant = dataclasses.replace(quant, scale=to_read("quant: scale", scale))
         else:
-            to_write("quant: scale", quant.scale)
+            to_write("quant: scale", scale)
     return tuple(tensors), quant
 
 
-def _check_how(numbers: tuple[Any, Any], algorithm: Any) -> None:
+def _check_how(numbers: tuple[SupportsFloat, SupportsFloat], algorithm: str | None) -> None:
     """Refuses what is no number, and no algorithm."""
     for name, number in zip(("eps", "weight_bias"), numbers, strict=True):
         try:
@@ -158,7 +164,7 @@ def _check_how(numbers: tuple[Any, Any], algorithm: Any) -> None:
         raise InvalidArgumentError(f"algorithm: {algorithm!r:.80} is none of {', '.join(ALGORITHMS)}")
 
 
-def _check(given: tuple[torch.Tensor | None, ...], quant: Any) -> None:
+def _check(given: tuple[torch.Tensor | None, ...], quant: Quantization | None) -> None:
     """Refuses tensors that do not fit."""
     x, residual, weight, bias, out, residual_out, norm_out = given
     if not isinstance(x, torch.Tensor) or x.dim() == 0 or x.dtype not in _DTYPES:
@@ -227,21 +233,21 @@ for _signature in (
     _library.define(_signature, tags=(torch.Tag.pt2_compliant_tag,))
 
 
-def _quant_of(kind: str, scale: Any, layout: str, powers_of_two: bool) -> Quantization | None:
+def _quant_of(kind: str, scale: torch.Tensor | None, layout: str, powers_of_two: bool) -> Quantization | None:
     if kind not in _KINDS:
         raise InvalidArgumentError(f"quant: {kind!r} is none of {', '.join(_KINDS)}")
     return None if kind == "none" else Quantization(kind, scale, layout, powers_of_two)
 
 
 def _operator(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
     weight_bias: float,
     quant: str,
-    scale: Any,
+    scale: torch.Tensor | None,
     layout: str,
     powers_of_two: bool,
     algorithm: str,
@@ -258,14 +264,14 @@ def _operator(
 
 
 def _operator_fake(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    bias: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     eps: float,
     weight_bias: float,
     quant: str,
-    scale: Any,
+    scale: torch.Tensor | None,
     layout: str,
     powers_of_two: bool,
     algorithm: str,
@@ -306,17 +312,17 @@ torch.library.register_fake("symmpool::all_reduce_rms_norm_", _operator_into_fak
 
 
 def _traced(
-    x: Any,
-    residual: Any,
-    weight: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
     eps: float,
-    out: Any,
-    residual_out: Any,
-    quant: Any,
-    bias: Any,
+    out: torch.Tensor | None,
+    residual_out: torch.Tensor | None,
+    quant: Quantization | None,
+    bias: torch.Tensor | None,
     weight_bias: float,
-    norm_out: Any,
-    group: Any,
+    norm_out: torch.Tensor | None,
+    group: GroupLike,
     algorithm: str,
 ) -> Fused:
     """The call as an operator."""
@@ -338,5 +344,7 @@ def _traced(
     rest = (eps, weight_bias, kind, scale, layout, powers_of_two, algorithm, name)
     torch.ops.symmpool.all_reduce_rms_norm_(out, residual_out, norm_out, x, residual, weight, bias, *rest)
     return Fused(
-        residual_out if weight is None else out, residual_out, None if kind == "none" or static else scale
+        residual_out if weight is None else out,  # type: ignore[arg-type]  # made above
+        residual_out,
+        None if kind == "none" or static else scale,
     )

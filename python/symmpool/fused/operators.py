@@ -8,7 +8,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from symmpool.fused import low_contention, matmul_gather, matmul_scatter, matmul
 from symmpool.fused.arguments import refuse_gradients
 from symmpool.groups import pool_registry, process_groups
 from symmpool.groups.names import group_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = ["has_ours", "install", "uninstall"]
 
@@ -52,31 +55,37 @@ _TYPES = {
 }
 
 
-def _dtype(given: Any) -> Any:
-    return _TYPES.get(given, given) if isinstance(given, int) else given
+def _dtype(given: torch.dtype | int | None) -> torch.dtype | None:
+    return _TYPES[given] if isinstance(given, int) else given
 
 
 # Implementations of the operators.
 
 
 def _all_gather_matmul(
-    A: Any, Bs: Any, gather_dim: int, group_name: str, *, return_A: bool = True, in_front: bool = False
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    *,
+    return_A: bool = True,
+    in_front: bool = False,
 ) -> Any:
     how = {"return_A": return_A, "in_front": in_front}
     return matmul_gather.fused_all_gather_matmul(A, Bs, gather_dim, group_of(group_name), **how)
 
 
 def _all_gather_scaled_matmul(
-    A: Any,
-    Bs: Any,
-    A_scale: Any,
-    B_scales: Any,
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: Sequence[torch.Tensor],
     gather_dim: int,
     group_name: str,
-    biases: Any,
-    result_scales: Any,
-    out_dtypes: Any,
-    use_fast_accum: Any,
+    biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None],
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
     *,
     in_front: bool = False,
 ) -> Any:
@@ -86,44 +95,50 @@ def _all_gather_scaled_matmul(
     return matmul_gather.fused_all_gather_scaled_matmul(*given, in_front=in_front)
 
 
-def _matmul_reduce_scatter(A: Any, B: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
+def _matmul_reduce_scatter(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
     return matmul_scatter.fused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_of(group_name))
 
 
-def _matmuls_reduce_scatter(As: Any, Bs: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
+def _matmuls_reduce_scatter(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: int, group_name: str
+) -> Any:
     return matmul_scatter.fused_matmuls_reduce_scatter(As, Bs, reduce_op, scatter_dim, group_of(group_name))
 
 
 def _scaled_matmul_reduce_scatter(
-    A: Any,
-    B: Any,
-    A_scale: Any,
-    B_scale: Any,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
     reduce_op: str,
     orig_scatter_dim: int,
     scatter_dim_after_maybe_reshape: int,
     group_name: str,
-    output_shape: Any,
-    bias: Any = None,
-    result_scale: Any = None,
-    out_dtype: Any = None,
+    output_shape: Sequence[int],
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Any:
+) -> torch.Tensor:
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     more: tuple[Any, ...] = (output_shape, bias, result_scale, _dtype(out_dtype), use_fast_accum)
     call = matmul_scatter.fused_scaled_matmul_reduce_scatter
     return call(A, B, A_scale, B_scale, reduce_op, *dims, group_of(group_name), *more)
 
 
-def _all_gather(tensor: Any, group_name: str) -> Any:
+def _all_gather(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     return low_contention.low_contention_all_gather(tensor, group_of(group_name))
 
 
-def _reduce_scatter(tensor: Any, reduce_op: str, group_name: str) -> Any:
+def _reduce_scatter(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     return low_contention.low_contention_reduce_scatter(tensor, reduce_op, group_of(group_name))
 
 
-def _all_reduce(A: Any, B: Any, reduce_op: str, group_name: str, *, algorithm: str = "auto") -> Any:
+def _all_reduce(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str, *, algorithm: str = "auto"
+) -> torch.Tensor:
     return matmul_sum.matmul_all_reduce(A, B, reduce_op, group_of(group_name), algorithm=algorithm)
 
 
@@ -150,7 +165,9 @@ _AS_TORCH: dict[str, Callable[..., Any]] = {
 # Their shapes, for compiled code.
 
 
-def _gathered_fake(A: Any, rights: Any, types: Any, dim: int, group_name: str) -> Any:
+def _gathered_fake(
+    A: torch.Tensor, rights: Sequence[torch.Tensor], types: Sequence[torch.dtype], dim: int, group_name: str
+) -> Any:
     whole = list(A.shape)
     whole[dim] *= ops.world_of(group_name)
     leading = A.shape[:-1] if dim == A.dim() - 1 else whole[:-1]
@@ -162,69 +179,77 @@ def _gathered_fake(A: Any, rights: Any, types: Any, dim: int, group_name: str) -
 
 
 def _all_gather_matmul_fake(
-    A: Any, Bs: Any, gather_dim: int, group_name: str, *, return_A: bool = True
+    A: torch.Tensor, Bs: Sequence[torch.Tensor], gather_dim: int, group_name: str, *, return_A: bool = True
 ) -> Any:
     whole, found = _gathered_fake(A, Bs, [right.dtype for right in Bs], gather_dim, group_name)
     return whole if return_A else None, found
 
 
 def _all_gather_scaled_matmul_fake(
-    A: Any,
-    Bs: Any,
-    A_scale: Any,
-    B_scales: Any,
+    A: torch.Tensor,
+    Bs: Sequence[torch.Tensor],
+    A_scale: torch.Tensor,
+    B_scales: Sequence[torch.Tensor],
     gather_dim: int,
     group_name: str,
-    biases: Any,
-    result_scales: Any,
-    out_dtypes: Any,
-    use_fast_accum: Any,
+    biases: Sequence[torch.Tensor | None],
+    result_scales: Sequence[torch.Tensor | None],
+    out_dtypes: Sequence[torch.dtype | None],
+    use_fast_accum: Sequence[bool],
 ) -> Any:
     return _gathered_fake(A, Bs, [_dtype(each) or A.dtype for each in out_dtypes], gather_dim, group_name)
 
 
-def _scattered_fake(A: Any, shape: Any, dim: int, group_name: str, dtype: Any) -> Any:
+def _scattered_fake(
+    A: torch.Tensor, shape: Sequence[int], dim: int, group_name: str, dtype: torch.dtype
+) -> torch.Tensor:
     part = list(shape)
     part[dim] //= ops.world_of(group_name)
     return A.new_empty(part, dtype=dtype)
 
 
-def _matmul_reduce_scatter_fake(A: Any, B: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
+def _matmul_reduce_scatter_fake(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
+) -> torch.Tensor:
     return _scattered_fake(A, (*A.shape[:-1], B.shape[1]), scatter_dim, group_name, B.dtype)
 
 
-def _matmuls_reduce_scatter_fake(As: Any, Bs: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any:
+def _matmuls_reduce_scatter_fake(
+    As: Sequence[torch.Tensor], Bs: Sequence[torch.Tensor], reduce_op: str, scatter_dim: int, group_name: str
+) -> Any:
     return _matmul_reduce_scatter_fake(As[0], Bs[0], reduce_op, scatter_dim, group_name)
 
 
 def _scaled_matmul_reduce_scatter_fake(
-    A: Any,
-    B: Any,
-    A_scale: Any,
-    B_scale: Any,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
     reduce_op: str,
     orig_scatter_dim: int,
     scatter_dim_after_maybe_reshape: int,
     group_name: str,
-    output_shape: Any,
-    bias: Any = None,
-    result_scale: Any = None,
-    out_dtype: Any = None,
+    output_shape: Sequence[int],
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
-) -> Any:
+) -> torch.Tensor:
     shape = output_shape if output_shape is not None else (*A.shape[:-1], B.shape[1])
     return _scattered_fake(A, shape, orig_scatter_dim, group_name, _dtype(out_dtype) or A.dtype)
 
 
-def _all_gather_fake(tensor: Any, group_name: str) -> Any:
+def _all_gather_fake(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     return tensor.new_empty((tensor.shape[0] * ops.world_of(group_name), *tensor.shape[1:]))
 
 
-def _reduce_scatter_fake(tensor: Any, reduce_op: str, group_name: str) -> Any:
+def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     return _scattered_fake(tensor, tensor.shape, 0, group_name, tensor.dtype)
 
 
-def _all_reduce_fake(A: Any, B: Any, reduce_op: str, group_name: str, *, algorithm: str = "auto") -> Any:
+def _all_reduce_fake(
+    A: torch.Tensor, B: torch.Tensor, reduce_op: str, group_name: str, *, algorithm: str = "auto"
+) -> torch.Tensor:
     return A.new_empty((*A.shape[:-1], B.shape[1]))
 
 
@@ -406,13 +431,13 @@ def _of_torch(name: str, theirs: Any, device: str) -> Any:
     return found if found is not None else _SEPARATE[name]
 
 
-def _separate_all_gather(tensor: Any, group_name: str) -> Any:
+def _separate_all_gather(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     functional = torch.ops._c10d_functional
     world = ops.world_of(group_name)
     return functional.wait_tensor(functional.all_gather_into_tensor(tensor, world, group_name))
 
 
-def _separate_reduce_scatter(tensor: Any, reduce_op: str, group_name: str) -> Any:
+def _separate_reduce_scatter(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     functional = torch.ops._c10d_functional
     world = ops.world_of(group_name)
     return functional.wait_tensor(functional.reduce_scatter_tensor(tensor, reduce_op, world, group_name))

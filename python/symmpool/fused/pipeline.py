@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,9 @@ from symmpool._symmpool import _begin_matmul, _end_watching, _fail_matmul, _pull
 from symmpool.communicators.work import reason_of
 from symmpool.fused import workspace
 from symmpool.fused.matmuls import DTYPES, Matmul
+
+if TYPE_CHECKING:
+    from symmpool.communicators.entry import CommunicatorEntry
 
 __all__ = ["MatmulCall", "gather_multiply", "multiply_scatter", "pull_all"]
 
@@ -40,7 +43,9 @@ def _end_watching_at_exit() -> None:
 class MatmulCall:
     """A fused matmul on a communicator: what it is called, and what ranks compare."""
 
-    def __init__(self, entry: Any, name: str, left: torch.Tensor, sizes: tuple[int, int, int], rest: int):
+    def __init__(
+        self, entry: CommunicatorEntry, name: str, left: torch.Tensor, sizes: tuple[int, int, int], rest: int
+    ):
         self.entry, self.comm, self.name = entry, entry.comm, name
         self.described = (name, DTYPES[left.dtype], sizes, rest)
         self.rank, self.world = self.comm.rank, self.comm.world
@@ -93,7 +98,7 @@ def _or_fail(matmul: Callable[..., Any]) -> Callable[..., Any]:
     communicator: peers wait for data that does not come, and this rank's next call must not stand for it."""
 
     @functools.wraps(matmul)
-    def made(call: MatmulCall, *arguments: Any) -> Any:
+    def made(call: MatmulCall, *arguments: object) -> Any:
         try:
             found = matmul(call, *arguments)
         except BaseException as error:

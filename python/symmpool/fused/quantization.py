@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -59,7 +59,7 @@ def fp8_per_group(
     return Quantization("fp8_group", scale, layout, powers_of_two)
 
 
-def new_scales(quant: Quantization, tokens: int, hidden: int, device: Any) -> torch.Tensor:
+def new_scales(quant: Quantization, tokens: int, hidden: int, device: torch.device) -> torch.Tensor:
     """A tensor for the scales that a call makes."""
     groups = hidden // GROUP if quant.kind == "fp8_group" else 1
     if quant.layout == "row":
@@ -69,7 +69,7 @@ def new_scales(quant: Quantization, tokens: int, hidden: int, device: Any) -> to
     return memory.t()[:tokens]
 
 
-def check(quant: Any, tokens: int, hidden: int) -> None:
+def check(quant: Quantization | None, tokens: int, hidden: int) -> None:
     """Refuses what is no quantisation of rows of this length."""
     if quant is None:
         return

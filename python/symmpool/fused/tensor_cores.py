@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,6 +26,9 @@ from symmpool._symmpool import (
 from symmpool.fused import workspace
 from symmpool.fused.matmuls import DTYPES, Matmul
 from symmpool.fused.pipeline import MatmulCall
+
+if TYPE_CHECKING:
+    from symmpool.communicators.entry import CommunicatorEntry
 
 __all__ = [
     "BATCH_ROWS",
@@ -56,7 +59,7 @@ BATCH_ROWS = 128
 
 
 def serves_sum(
-    entry: Any,
+    entry: CommunicatorEntry,
     lefts: Sequence[torch.Tensor],
     scale: torch.Tensor | None,
     matmuls: Sequence[Matmul],
@@ -90,7 +93,11 @@ def _fits(
 
 
 def serves_all(
-    entry: Any, left: torch.Tensor, scale: torch.Tensor | None, matmuls: Sequence[Matmul], rows: int
+    entry: CommunicatorEntry,
+    left: torch.Tensor,
+    scale: torch.Tensor | None,
+    matmuls: Sequence[Matmul],
+    rows: int,
 ) -> bool:
     """Whether one kernel makes all of these matmuls, of so many rows of every rank's `left`."""
     alike = {(matmul.dtype_for(left), _is_by_rows(matmul)) for matmul in matmuls}
@@ -105,7 +112,7 @@ def serves_all(
     return all(fit) and _has_tensor_kernels(entry.comm)
 
 
-def serves_small_m(entry: Any, rows: torch.Tensor, matmul: Matmul) -> bool:
+def serves_small_m(entry: CommunicatorEntry, rows: torch.Tensor, matmul: Matmul) -> bool:
     """Whether one kernel makes this matmul and adds it up on every rank. All ranks ask alike: it may take
     memory for it."""
     with entry.preparing():
@@ -307,7 +314,9 @@ def multiply_scatter(
     return out.contiguous()
 
 
-def multiply_all_reduce(entry: Any, rows: torch.Tensor, matmul: Matmul, reduce_op: str) -> torch.Tensor:
+def multiply_all_reduce(
+    entry: CommunicatorEntry, rows: torch.Tensor, matmul: Matmul, reduce_op: str
+) -> torch.Tensor:
     """The sum, or with "avg" the mean, of all ranks' matmuls, where `serves_small_m` says so, on the current
     stream. Ranks compare types and sizes."""
     with entry.preparing():

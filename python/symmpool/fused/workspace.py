@@ -6,11 +6,14 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmpool.errors import InvalidStateError
+
+if TYPE_CHECKING:
+    from symmpool.communicators.entry import CommunicatorEntry
 
 __all__ = ["control_of", "forget", "in_turn", "is_enough", "refuse_in_capture", "reserve", "stream_of"]
 
@@ -40,14 +43,14 @@ def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
     memory in common."""
 
     @functools.wraps(function)
-    def made(call: Any, *arguments: Any) -> Any:
+    def made(call: Any, *arguments: object) -> Any:
         with _workspace_of(call.entry).turn:
             return function(call, *arguments)
 
     return made
 
 
-def stream_of(entry: Any, device: torch.device, which: int) -> torch.cuda.Stream:
+def stream_of(entry: CommunicatorEntry, device: torch.device, which: int) -> torch.cuda.Stream:
     """A stream of a group's, by number. No group has another one's: a call waits there for its peers, and
     calls of two groups may come in another order on these."""
     streams = _workspace_of(entry).streams
@@ -56,12 +59,12 @@ def stream_of(entry: Any, device: torch.device, which: int) -> torch.cuda.Stream
     return streams[which]
 
 
-def _workspace_of(entry: Any) -> _Workspace:
+def _workspace_of(entry: CommunicatorEntry) -> _Workspace:
     found = _workspaces.get(entry)
     return _workspaces.setdefault(entry, _Workspace()) if found is None else found
 
 
-def is_enough(entry: Any, bytes: int, control: int = 0) -> bool:
+def is_enough(entry: CommunicatorEntry, bytes: int, control: int = 0) -> bool:
     """Whether a group has so many bytes, and control memory if that is needed."""
     found = _workspaces.get(entry)
     if control and (found is None or found.control is None):
@@ -69,7 +72,7 @@ def is_enough(entry: Any, bytes: int, control: int = 0) -> bool:
     return bytes == 0 or (found is not None and found.memory is not None and found.memory.numel() >= bytes)
 
 
-def refuse_in_capture(name: str, entry: Any, bytes: int, control: int = 0) -> None:
+def refuse_in_capture(name: str, entry: CommunicatorEntry, bytes: int, control: int = 0) -> None:
     """Refuses a call that needs more memory than there is while a graph is captured."""
     if not is_enough(entry, bytes, control) and torch.cuda.is_current_stream_capturing():
         raise InvalidStateError(
@@ -78,7 +81,7 @@ def refuse_in_capture(name: str, entry: Any, bytes: int, control: int = 0) -> No
         )
 
 
-def reserve(entry: Any, bytes: int, control: int = 0) -> torch.Tensor:
+def reserve(entry: CommunicatorEntry, bytes: int, control: int = 0) -> torch.Tensor:
     """Bytes at one offset on all ranks, which have the same; collective where there are too few. Their
     handshake has begun the call, so nobody uses what an earlier call left there. With `control`, there are
     as many bytes afterwards that no other call uses, which were zeros at first."""
@@ -87,6 +90,7 @@ def reserve(entry: Any, bytes: int, control: int = 0) -> torch.Tensor:
         # Ranks that passed something else would not make memory: this raises what the handshake has found.
         entry.comm.synchronize()
         pool, memory, controls = entry._pool(), workspace.memory, workspace.control
+        assert pool is not None  # it lives as long as its communicator
         if not is_enough(entry, bytes):
             if memory is not None and workspace.is_captured:
                 workspace.kept.append(memory)
@@ -106,13 +110,13 @@ def reserve(entry: Any, bytes: int, control: int = 0) -> torch.Tensor:
     return memory
 
 
-def control_of(entry: Any) -> torch.Tensor:
+def control_of(entry: CommunicatorEntry) -> torch.Tensor:
     """The bytes that `reserve` has made with `control`."""
     control = _workspaces[entry].control
     assert control is not None
     return control
 
 
-def forget(entry: Any) -> None:
+def forget(entry: CommunicatorEntry) -> None:
     """Gives back a group's memory."""
     _workspaces.pop(entry, None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.errors import TimeoutError
 from symmpool.groups.process_groups import description_of, distributed, member_of
 from symmpool.groups.store import RunOfStore, StoreAdapter
+
+if TYPE_CHECKING:
+    import torch.distributed
 
 # How often ranks have agreed on something, by the store that they did it in.
 _agreements: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -22,7 +25,7 @@ def know_run(run: RunOfStore) -> None:
     _known[run.store] = (run.rank, run.run)
 
 
-def announce(group: Any, what: str) -> str:
+def announce(group: torch.distributed.ProcessGroup, what: str) -> str:
     """Says that this rank comes to something, and waits for nobody. Returns what `check_all_came` takes."""
     rank, world, store = member_of(distributed(), group)
     count = _agreements[store] = _agreements.get(store, 0) + 1
@@ -32,7 +35,7 @@ def announce(group: Any, what: str) -> str:
     return key
 
 
-def has_announced(group: Any, what: str, ranks: list[int]) -> bool:
+def has_announced(group: torch.distributed.ProcessGroup, what: str, ranks: list[int]) -> bool:
     """Whether one of these ranks has announced what this rank would announce next, or has come to an
     agreement on it."""
     rank, _, store = member_of(distributed(), group)
@@ -40,7 +43,7 @@ def has_announced(group: Any, what: str, ranks: list[int]) -> bool:
     return _adapter(store).has_parts(key, rank, ranks)
 
 
-def check_all_came(group: Any, key: str, waited: float, to: str) -> None:
+def check_all_came(group: torch.distributed.ProcessGroup, key: str, waited: float, to: str) -> None:
     """Raises TimeoutError if a rank has not announced itself, for a rank that has waited in vain for what
     comes after that. A second try of this rank meets those that come later."""
     rank, world, store = member_of(distributed(), group)
@@ -53,7 +56,7 @@ def check_all_came(group: Any, key: str, waited: float, to: str) -> None:
         raise _absent(group, error.ranks, f"rank {rank} of {world}", waited, to) from None
 
 
-def _adapter(store: Any) -> StoreAdapter:
+def _adapter(store: torch.distributed.Store) -> StoreAdapter:
     """Returns the adapter that agreements are made by. It keeps the store, so nothing keeps it."""
     known = _known.get(store)
     if known is not None:
@@ -61,7 +64,9 @@ def _adapter(store: Any) -> StoreAdapter:
     return StoreAdapter(store, _runs.setdefault(store, {}))
 
 
-def agree(group: Any, what: str, why: str | None, seconds: float, to: str) -> dict[int, str]:
+def agree(
+    group: torch.distributed.ProcessGroup, what: str, why: str | None, seconds: float, to: str
+) -> dict[int, str]:
     """Exchanges why ranks of a process group cannot do something: `why` of this one, or None where it can.
     Returns the reasons of those that cannot, by rank: the same on every rank. Collective. `to` says, for
     errors, what the ranks come to: "the first call"."""
@@ -102,13 +107,17 @@ def named(ranks: list[int] | tuple[int, ...]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def absent(group: Any, ranks: tuple[int, ...], seconds: float, to: str) -> TimeoutError:
+def absent(
+    group: torch.distributed.ProcessGroup, ranks: tuple[int, ...], seconds: float, to: str
+) -> TimeoutError:
     """The error of this rank, which has waited in vain for some ranks that do not come `to` something."""
     rank, world, _ = member_of(distributed(), group)
     return _absent(group, ranks, f"rank {rank} of {world}", seconds, to)
 
 
-def _absent(group: Any, ranks: tuple[int, ...], here: str, seconds: float, to: str) -> TimeoutError:
+def _absent(
+    group: torch.distributed.ProcessGroup, ranks: tuple[int, ...], here: str, seconds: float, to: str
+) -> TimeoutError:
     """Who did not come to an agreement, as an error."""
     who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
     # A rank whose time is up takes back its answer, so that others may miss it, too.

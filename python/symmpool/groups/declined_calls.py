@@ -35,7 +35,7 @@ class _Environment:
 _environment = _Environment()
 
 
-def _named(key: Any) -> Any:
+def _named(key: object) -> object:
     """Returns the object that stands for a group that a call names, or for the default one."""
     if key is not None:
         return key
@@ -43,7 +43,7 @@ def _named(key: Any) -> Any:
     return dist.group.WORLD if dist is not None and dist.is_initialized() else _environment
 
 
-def await_reports(key: Any) -> None:
+def await_reports(key: object) -> None:
     """Waits until the refused calls on a group, if there are such, were reported to the other ranks."""
     if not _reporting:
         return
@@ -58,7 +58,7 @@ def await_reports(key: Any) -> None:
             _reporting.pop(key)
 
 
-def report(key: Any, meet: Callable[[], Any]) -> BaseException | None:
+def report(key: object, meet: Callable[[], object]) -> BaseException | None:
     """Has a thread `meet` the other ranks of a group. What that raised, if they came soon."""
     await_reports(key)
     raised: list[BaseException] = []

@@ -72,12 +72,12 @@ def group_of(name: Any) -> Any:
     raise InvalidArgumentError(f"group: torch has no process group of the name {name!r}")
 
 
-def resolved(group: Any) -> Any:
+def resolved(group: GroupLike) -> Any:
     """The group that a call names, by itself or by its name."""
     return group_of(group) if isinstance(group, (str, tuple)) else group
 
 
-def rank_in(group: Any, call: str, default: int | None = None, **given: Any) -> int:
+def rank_in(group: GroupLike, call: str, default: int | None = None, **given: Any) -> int:
     """The rank of `group` that a call names. `given` are two arguments by their names, of which one is needed
     unless there is a default: a rank of torch's default group, where `group` is one of torch's ("src"), and a
     rank of `group` ("group_src"). Raises InvalidArgumentError for what is no rank."""
@@ -105,7 +105,7 @@ def rank_in(group: Any, call: str, default: int | None = None, **given: Any) -> 
         ) from None
 
 
-def rank_of_default(group: Any, rank: int) -> int:
+def rank_of_default(group: GroupLike, rank: int) -> int:
     """A rank of a group as calls name it: one of torch's default group where the group is torch's."""
     group, dist = resolved(group), process_groups.distributed()
     if dist is None or not isinstance(group, dist.ProcessGroup):
@@ -113,6 +113,6 @@ def rank_of_default(group: Any, rank: int) -> int:
     return dist.get_global_rank(group, rank)
 
 
-def sizes_or_none(sizes: Any) -> Any:
+def sizes_or_none(sizes: object) -> Any:
     """Split sizes; None where there are none, which torch also writes as an empty list."""
     return None if sizes is None or (isinstance(sizes, (list, tuple)) and not sizes) else sizes

@@ -6,11 +6,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import Group, Pool
 from symmpool.groups import resolution
 from symmpool.groups.process_groups import DEFAULT_TIMEOUT, seconds_of, timeout_of_torch
+
+if TYPE_CHECKING:
+    from symmpool.collectives.types import Tensor
+    from symmpool.groups.types import GroupKey, GroupLike
 
 # Pools by what their group was named with (a process group or a Group; of a tuple, the pool itself), in
 # the order they were made.
@@ -24,29 +28,29 @@ os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-d
 _watchers: list[Callable[[], None]] = []
 
 
-def timeout_of(pool: Any) -> float:
+def timeout_of(pool: Pool) -> float:
     """How long collectives on a pool wait for a late rank, in seconds: as long as the group does that
     it was made on, where that is known."""
     return _timeouts.get(pool, DEFAULT_TIMEOUT)
 
 
-def set_timeout(pools: list[Any], seconds: float) -> None:
+def set_timeout(pools: list[Pool], seconds: float) -> None:
     """Changes what `timeout_of` says."""
     with _lock:
         _timeouts.update((pool, seconds) for pool in pools)
 
 
-def _timeout_on(key: Any, kind: str) -> float | None:
+def _timeout_on(key: GroupKey, kind: str) -> float | None:
     if isinstance(key, Group):
         return key.timeout
-    return timeout_of_torch(key, kind)
+    return None if isinstance(key, Pool) else timeout_of_torch(key, kind)
 
 
-def register(pool: Any, argument: Any, timeout: float | None = None) -> None:
+def register(pool: Pool, argument: GroupLike, timeout: float | None = None) -> None:
     """Takes note of a new pool, for collectives on its group. `timeout` is what the pool was given, in
     seconds: on a `(store, rank, world)` it stands before the store's."""
     if isinstance(argument, tuple):
-        key = pool  # nothing else stands for its group
+        key: GroupKey = pool  # nothing else stands for its group
         seconds = timeout or seconds_of(getattr(argument[0], "timeout", None))
     else:
         key = resolution.key_of(argument)
@@ -64,7 +68,7 @@ def on_change(watcher: Callable[[], None]) -> None:
     _watchers.append(watcher)
 
 
-def unregister(pool: Any, key: Any) -> None:
+def unregister(pool: Pool, key: GroupKey) -> None:
     """Collectives on a group do not find one of its pools any more."""
     with _lock:
         _pools[key] = [each for each in _pools.get(key, []) if each() is not pool]
@@ -72,14 +76,14 @@ def unregister(pool: Any, key: Any) -> None:
         watcher()
 
 
-def end(key: Any) -> None:
+def end(key: GroupKey) -> None:
     """A process group of torch is shut down: its pools are let go of, and no more are made."""
     resolution.end(key)
     with _lock:
         _pools.pop(key, None)
 
 
-def pools_of(key: Any) -> list[Any]:
+def pools_of(key: GroupKey) -> list[Pool]:
     """The pools on a group that are alive, in the order they were made."""
     with _lock:
         try:
@@ -97,23 +101,23 @@ def all_pools() -> list[Pool]:
     return [pool for key in _keys() for pool in pools_of(key)]
 
 
-def _keys() -> list[Any]:
+def _keys() -> list[GroupKey]:
     """Returns the keys of the groups that have or had pools. Other threads may make pools meanwhile."""
     with _lock:
         return list(_pools)
 
 
-def key_holding(pool: Any) -> Any:
+def key_holding(pool: Pool | None) -> GroupKey | None:
     """The object that stands for a pool's group, by which that was made; None for a pool that is gone."""
     return next((key for key in _keys() if pool in pools_of(key)), None)
 
 
-def holding(tensor: Any) -> list[Any]:
+def holding(tensor: Tensor) -> list[Pool]:
     """The pools, on whichever group, that a tensor lies in."""
     return [pool for pool in all_pools() if pool.holds(tensor)]
 
 
-def place_of(pool: Any) -> str:
+def place_of(pool: Pool) -> str:
     """Which pool one is, for errors, where its group has several on its device or the process has several
     groups; else nothing."""
     keys = _keys()

@@ -8,9 +8,15 @@ from __future__ import annotations
 import datetime
 import sys
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+    import torch.distributed
 
 # How long collectives wait for a late rank, in seconds, where nothing else says so.
 DEFAULT_TIMEOUT = 30.0
@@ -23,12 +29,12 @@ LONGEST_TIMEOUT = 1e9
 _ours: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def know_backend(group: Any, backend: Any) -> None:
+def know_backend(group: torch.distributed.ProcessGroup, backend: object) -> None:
     """From now on a process group of torch is known by its backend of ours."""
     _ours[group] = backend
 
 
-def ours(group: Any) -> Any:
+def ours(group: object) -> Any:
     """Returns the object with a process group's calls on our backend: the group itself, or its backend. None
     for other groups."""
     if hasattr(group, "_served"):
@@ -45,7 +51,9 @@ def distributed() -> Any:
     return module if module is not None and module.is_available() else None
 
 
-def member_of(dist: Any, group: Any) -> tuple[int, int, Any]:
+def member_of(
+    dist: ModuleType, group: torch.distributed.ProcessGroup
+) -> tuple[int, int, torch.distributed.Store]:
     """This process's rank in a process group, the number of ranks, and the store they met in."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
@@ -60,7 +68,7 @@ def member_of(dist: Any, group: Any) -> tuple[int, int, Any]:
     return rank, world, store
 
 
-def registered(group: Any) -> Any:
+def registered(group: object) -> Mapping[torch.distributed.ProcessGroup, object] | None:
     """Where torch has a process group until it is destroyed: what holds it is in there. None for what is
     none of torch's, or is there no more."""
     dist = distributed()
@@ -70,7 +78,7 @@ def registered(group: Any) -> Any:
     return known if group in known else None
 
 
-def backends_of(group: Any) -> dict[str, str]:
+def backends_of(group: torch.distributed.ProcessGroup) -> dict[str, str]:
     """The backends of a process group of torch by kind of device, as the program named them: nothing where
     it named none."""
     config = distributed().distributed_c10d._world.pg_backend_config.get(group, "")
@@ -78,7 +86,7 @@ def backends_of(group: Any) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs if backend}
 
 
-def timeout_of_torch(group: Any, kind: str | None) -> float | None:
+def timeout_of_torch(group: torch.distributed.ProcessGroup, kind: str | None) -> float | None:
     """How long a process group of torch waits, in seconds: what the options of its backend for a kind
     of device say ("cpu", "cuda"), or of any backend; None where none says so."""
     timeout = getattr(ours(group), "_timeout", None)
@@ -93,13 +101,13 @@ def timeout_of_torch(group: Any, kind: str | None) -> float | None:
     return seconds_of(timeout)
 
 
-def seconds_of(timeout: Any) -> float | None:
+def seconds_of(timeout: object) -> float | None:
     """A timeout of torch, a timedelta, in seconds as ours are; None where it says nothing."""
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else 0
     return min(seconds, LONGEST_TIMEOUT) if seconds > 0 else None
 
 
-def description_of(group: Any) -> str:
+def description_of(group: torch.distributed.ProcessGroup) -> str:
     """A process group's name and description, for messages."""
     name = getattr(group, "group_desc", None)
     return f"group {group.group_name!r} ({name})" if name else "its group"

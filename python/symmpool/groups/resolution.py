@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import Group
 from symmpool.errors import InvalidArgumentError, InvalidStateError
@@ -23,6 +23,11 @@ from symmpool.groups.process_groups import (
     seconds_of,
     timeout_of_torch,
 )
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from symmpool.groups.types import GroupKey, GroupLike
 
 # Process groups of torch, and the groups made of them.
 _of_torch: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
@@ -44,10 +49,10 @@ _first = threading.Lock()
 os.register_at_fork(after_in_child=_first._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def key_of(argument: Any) -> Any:
+def key_of(argument: GroupLike) -> GroupKey:
     """The object that stands for a group: what pools and communicators are found by."""
     if argument is not None:
-        return argument
+        return argument  # type: ignore[return-value]  # what is no key is refused where it is used
     dist = distributed()
     if dist is not None and dist.is_initialized():
         _default_was_torchs[:] = [True]
@@ -74,7 +79,7 @@ def _environment(options: dict[str, float]) -> Group:
         return _of_environment[0]
 
 
-def resolve(argument: Any, timeout: float | None = None) -> Group:
+def resolve(argument: GroupLike, timeout: float | None = None) -> Group:
     """The group that `Pool(group)` means. `timeout` is for a group that is made now, in seconds."""
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if argument is None:
@@ -117,20 +122,20 @@ def resolve(argument: Any, timeout: float | None = None) -> Group:
     )
 
 
-def adopt(group: Any, ours: Group) -> None:
+def adopt(group: torch.distributed.ProcessGroup, ours: Group) -> None:
     """Has a process group of torch stand for a group that was made of it already."""
     with _lock:
         _of_torch[group] = ours
 
 
-def end(group: Any) -> None:
+def end(group: GroupKey) -> None:
     """A process group of torch is shut down: the group made of it is let go of, and no more is made."""
     with _lock:
         _ended.add(group)
         _of_torch.pop(group, None)
 
 
-def ended(group: Any) -> InvalidStateError:
+def ended(group: torch.distributed.ProcessGroup) -> InvalidStateError:
     """The error of calls on a process group that was shut down."""
     return InvalidStateError(
         f"symmpool: {description_of(group)} was shut down on rank {group.rank()}, as destroy_process_group "

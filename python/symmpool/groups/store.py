@@ -16,9 +16,14 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from symmpool.errors import DivergedError, Error, PeerLostError, TimeoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed
 
 # How long a blocking call of a store may last, in seconds: Python handles Ctrl-C between two of them.
 SLICE = 1.0
@@ -33,17 +38,25 @@ stopped_threads: set[int] = set()
 HEADER = 4
 
 
+_Found = TypeVar("_Found")
+
+
 class RunOfStore:
     """A store, for a rank that knows which run of it this is: it asks the store less often."""
 
-    def __init__(self, store: Any, rank: int, run: int | str):
+    def __init__(self, store: torch.distributed.Store, rank: int, run: int | str):
         self.store, self.rank, self.run = store, rank, run
 
 
 class StoreAdapter:
     """A store with the methods that the binding calls. Values are bytes, times are seconds."""
 
-    def __init__(self, store: Any, runs: dict[int, int | str] | None = None, name: str | None = None):
+    def __init__(
+        self,
+        store: torch.distributed.Store | RunOfStore,
+        runs: dict[int, int | str] | None = None,
+        name: str | None = None,
+    ):
         """With `runs`, several objects take part in the same ones. `name` is that of the group that gathers
         here; without one, runs are counted by their first key."""
         self._name = name
@@ -69,7 +82,7 @@ class StoreAdapter:
         # The last parts of each sequence of gathers, two at most.
         self._last: dict[str, list[str]] = {}
 
-    def _here(self) -> Any:
+    def _here(self) -> torch.distributed.Store:
         """This thread's handle of the store: a blocking call holds up those that share its own."""
         return self._store if self._connections is None else self._connections.here()
 
@@ -126,7 +139,7 @@ class StoreAdapter:
         store, prefix = self._here(), self._key(f"{self._runs[rank]}/{key}")
         return any(self._call(store.check, [f"{prefix}/{peer}"]) for peer in ranks)
 
-    def _publish(self, store: Any, key: str, rank: int, world: int, value: bytes) -> str:
+    def _publish(self, store: torch.distributed.Store, key: str, rank: int, world: int, value: bytes) -> str:
         """Publishes this rank's part of a gather, and returns what keys of all parts begin with."""
         run = self._runs.get(rank)
         if run is None:
@@ -179,13 +192,13 @@ class StoreAdapter:
         last.append(own)
         return [part[HEADER:] for part in parts]
 
-    def _has_left(self, store: Any, key: str, since: float) -> bool:
+    def _has_left(self, store: torch.distributed.Store, key: str, since: float) -> bool:
         """Whether the rank with this part waited in vain, and gave up after that time: what an earlier try
         has left behind says nothing of this one."""
         key = f"{key}/left"
         return self._call(store.check, [key]) and float(self._call(store.get, key)) >= since
 
-    def _read(self, store: Any, keys: list[str], seconds: float) -> list[bytes]:
+    def _read(self, store: torch.distributed.Store, keys: list[str], seconds: float) -> list[bytes]:
         """The values of keys, once all are there."""
         if not (self._waits_by_itself and _has_extended(store)):
             self._wait(store, keys, seconds)
@@ -201,7 +214,9 @@ class StoreAdapter:
                     raise
             self._wait(store, keys, end - time.monotonic(), LATE_PAUSE)
 
-    def _wait(self, store: Any, keys: list[str], seconds: float, longest: float = LONGEST_PAUSE) -> None:
+    def _wait(
+        self, store: torch.distributed.Store, keys: list[str], seconds: float, longest: float = LONGEST_PAUSE
+    ) -> None:
         """Asks whether keys are there, until they are. Sleeps between, where Python handles Ctrl-C."""
         end = time.monotonic() + seconds
         pause = FIRST_PAUSE
@@ -213,7 +228,7 @@ class StoreAdapter:
             pause = min(pause * 1.5, longest)
 
     @staticmethod
-    def _call(function: Any, *arguments: Any) -> Any:
+    def _call(function: Callable[..., _Found], *arguments: object) -> _Found:
         """A call of the store, with our exceptions."""
         if stopped_threads and threading.get_ident() in stopped_threads:
             raise TimeoutError("the program is ending")
@@ -237,7 +252,7 @@ _prefixes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _PREFIX = "symmpool/prefix"
 
 
-def _prefix_of(store: Any) -> str:
+def _prefix_of(store: torch.distributed.Store) -> str:
     """Returns the prefix of a store's keys on a connection of the store below it. Torch does not say what a
     store with a prefix puts before keys. So the first to ask makes another prefix up, which the store
     keeps."""
@@ -275,25 +290,26 @@ def _is_served_by_rank_0(store: Any, world: int) -> bool:
     return default is not None and (default.host, default.port) == (below.host, below.port)
 
 
-def own_connection(store: Any) -> Any:
+def own_connection(store: torch.distributed.Store) -> torch.distributed.Store:
     """A store by a connection of its own, where it is one to a server: who waits for a key in a store has
     its connection, and nobody else in the process says or asks anything there meanwhile."""
-    return store.clone() if tcp_below(store) is not None else store
+    # Of torch's stores, those to a server have it.
+    return store.clone() if tcp_below(store) is not None else store  # type: ignore[attr-defined]
 
 
 class _Connections:
     """A store's connections to its server, one for each thread that calls."""
 
-    def __init__(self, store: Any):
+    def __init__(self, store: torch.distributed.Store):
         self._store = store
         self._own = threading.local()
 
-    def here(self) -> Any:
+    def here(self) -> torch.distributed.Store:
         own = self._own
         try:
             return own.store
         except AttributeError:
-            own.store = StoreAdapter._call(self._store.clone)
+            own.store = StoreAdapter._call(self._store.clone)  # type: ignore[attr-defined]  # as above
             return own.store
 
     def forget(self) -> None:
@@ -309,7 +325,7 @@ _connections: dict[int, weakref.ref[_Connections]] = {}
 _lock = threading.Lock()
 
 
-def _connections_of(store: Any) -> _Connections:
+def _connections_of(store: torch.distributed.Store) -> _Connections:
     with _lock:
         for each in [each for each, kept in _connections.items() if kept() is None]:
             del _connections[each]
@@ -334,6 +350,6 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _has_extended(store: Any) -> bool:
+def _has_extended(store: torch.distributed.Store) -> bool:
     found = getattr(store, "has_extended_api", None)
     return bool(found and found())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import datetime
     from typing import TypeAlias
 
     import torch
@@ -19,3 +20,7 @@ if TYPE_CHECKING:
     )
     #: A device or its name: "cpu", "cuda" or "cuda:N". None is the one that the call's text says.
     DeviceLike: TypeAlias = torch.device | str | None
+    #: What pools and communicators are found by: the object that stands for a group, or a pool without one.
+    GroupKey: TypeAlias = torch.distributed.ProcessGroup | Group | Pool
+    #: Seconds, or torch's way to say them. None stands for no limit of the call's own.
+    Timeout: TypeAlias = datetime.timedelta | float | None

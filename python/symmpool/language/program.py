@@ -8,7 +8,6 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from symmpool._symmpool import Algorithm
 from symmpool.errors import InvalidArgumentError, PlanError
@@ -30,7 +29,7 @@ MAX_BYTES = 64 << 20
 OutputChunk = Sequence[tuple[int, int]]
 
 
-def check_name(name: Any, of: str) -> str:
+def check_name(name: object, of: str) -> str:
     """Refuses what is no name."""
     if not isinstance(name, str):
         raise TypeError(f"name={name!r}: the name of {of} is a string")
@@ -145,7 +144,7 @@ class Program:
             plan["blocks"] = blocks
         return json.dumps(plan)
 
-    def __call__(self, *_: Any, **__: Any) -> None:
+    def __call__(self, *_: object, **__: object) -> None:
         """Raises TypeError: a program is compiled, and runs as an algorithm."""
         raise TypeError(
             f"{self.name} is a program, which runs as an algorithm: {self.name}.compile(world_size=...)"

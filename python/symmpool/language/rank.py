@@ -10,9 +10,12 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from symmpool.errors import PlanError
+
+if TYPE_CHECKING:
+    from typing import SupportsIndex
 
 #: More operations than a plan may have. A program that makes more is most likely in an endless loop.
 MAX_OPERATIONS = 1 << 18
@@ -27,10 +30,10 @@ def plan_error(kind: str, rank: int, place: tuple[str, int], why: str) -> PlanEr
     return PlanError(f"{file}:{line}: {kind}: line {line} on rank {rank}: {why}", kind, rank, line)
 
 
-def whole(value: Any, what: str) -> int:
+def whole(value: SupportsIndex | str, what: str) -> int:
     """A whole number, also one of numpy or torch."""
     try:
-        return operator.index(value)
+        return operator.index(value)  # type: ignore[arg-type]  # caught below
     except TypeError:
         raise TypeError(f"{what} is {value!r}, not a whole number") from None
 
@@ -72,7 +75,7 @@ class ChunkBuffer:
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, index: Any) -> Chunks:
+    def __getitem__(self, index: int | slice) -> Chunks:
         if isinstance(index, slice):
             if index.step not in (None, 1):
                 self._refuse(
@@ -235,7 +238,7 @@ class Rank(NamedRank):
             self._check(op, place)
         self._tracer.add(op, dst=dst._to_json(self.rank), src=src._to_json(self.rank))
 
-    def _check(self, op: str, place: Any) -> None:
+    def _check(self, op: str, place: object) -> None:
         if not isinstance(place, Chunks):
             raise TypeError(f"{op} takes chunks, as me.input[0] is one, not {place!r}")
 

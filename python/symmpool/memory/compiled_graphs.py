@@ -68,7 +68,7 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 class _Results:
     """Results of a graph, and how a call gets copies of them."""
 
-    def __init__(self, results: Sequence[Any], inputs: list[Any], static: set[int]):
+    def __init__(self, results: Sequence[Any], inputs: list[torch.Tensor], static: set[int]):
         self._results = list(results)
         self._kind = type(results) if isinstance(results, tuple) else list
         places = {
@@ -97,7 +97,7 @@ class _Results:
         alone = set(self._alone)
         self._together = [numbers for numbers in storages.values() if numbers[0] not in alone]
 
-    def copies(self, inputs: list[Any]) -> Any:
+    def copies(self, inputs: list[torch.Tensor]) -> Any:
         """The results of the last replay, in memory that later ones leave as it is."""
         found = list(self._results)
         of = [self._results[number] for number in self._alone]
@@ -135,7 +135,7 @@ class _Place:
 class _Recorded:
     """A graph: its inputs, which are copied in or read where they are, and its results."""
 
-    def __init__(self, model: Model, inputs: list[Any], static: set[int], capture: Capture):
+    def __init__(self, model: Model, inputs: list[torch.Tensor], static: set[int], capture: Capture):
         tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)}
         self.pointers = {i: tensors[i].data_ptr() for i in static}
         self._copied = [i for i in tensors if i not in static]
@@ -150,11 +150,11 @@ class _Recorded:
         results = results if isinstance(results, (list, tuple)) else [results]
         self._results = _Results(results, inputs, static)
 
-    def moved(self, inputs: list[Any]) -> list[int]:
+    def moved(self, inputs: list[torch.Tensor]) -> list[int]:
         """The static inputs whose memory is another one than the graph's."""
         return [i for i, pointer in self.pointers.items() if inputs[i].data_ptr() != pointer]
 
-    def run(self, inputs: list[Any]) -> Any:
+    def run(self, inputs: list[torch.Tensor]) -> Any:
         """Replays the graph on these inputs."""
         if self._targets:
             torch._foreach_copy_(self._targets, [_written(inputs[i]) for i in self._copied])
@@ -168,7 +168,12 @@ class GraphedFunction:
     """A compiled function whose calls are a graph's, but the first, which runs it as it is."""
 
     def __init__(
-        self, model: Model, static: Sequence[int], mutated: Sequence[int], device: Any, capture: Capture
+        self,
+        model: Model,
+        static: Sequence[int],
+        mutated: Sequence[int],
+        device: torch.device,
+        capture: Capture,
     ):
         self._model, self._device, self._capture = model, device, capture
         self._static, self._mutated = set(static), set(mutated)
@@ -178,7 +183,7 @@ class GraphedFunction:
         self._records = 0
         self._runs_as_it_is = not self._mutated <= self._static
 
-    def first(self, inputs: list[Any]) -> Any:
+    def first(self, inputs: list[torch.Tensor]) -> Any:
         """Runs the function as it is, which loads its kernels."""
         if any(isinstance(x, torch.Tensor) and not self._takes(x) for x in inputs):
             self._runs_as_it_is = True
@@ -191,7 +196,7 @@ class GraphedFunction:
             return False
         return not _overlaps(_written(tensor))
 
-    def __call__(self, inputs: list[Any]) -> Any:
+    def __call__(self, inputs: list[torch.Tensor]) -> Any:
         """Returns the function's results for these inputs, and empties the list, as compiled functions do."""
         if self._runs_as_it_is or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             return self._model(inputs)
@@ -202,7 +207,7 @@ class GraphedFunction:
                 return self._model(inputs)
         return recorded.run(inputs)
 
-    def _record(self, inputs: list[Any]) -> _Recorded | None:
+    def _record(self, inputs: list[torch.Tensor]) -> _Recorded | None:
         before = self._before if self._recorded is None else self._recorded.pointers
         moved = {i for i, pointer in before.items() if inputs[i].data_ptr() != pointer}
         # Memory that the function writes to has to be written where it is.
@@ -223,13 +228,13 @@ class GraphedFunction:
 
 def _cudagraphify(
     model: Model,
-    inputs: list[Any],
+    inputs: list[torch.Tensor],
     static_input_idxs: Sequence[int] = (),
     *,
     device_index: int,
     mutated_input_idxs: Sequence[int] = (),
     kernel_free_cudagraph: bool = False,
-    **rest: Any,
+    **rest: object,
 ) -> tuple[Model, Any]:
     """Returns what torch's function of this name does: the function with graphs, and the results of its first
     call."""
@@ -252,7 +257,7 @@ class _NoTree:
     def current_node(self) -> _NoTree:
         return self
 
-    def _is_cuda_graph_recorded_tensor(self, tensor: Any) -> bool:
+    def _is_cuda_graph_recorded_tensor(self, tensor: torch.Tensor) -> bool:
         return False
 
     def set_to_running_backward(self) -> None:

@@ -22,6 +22,10 @@ from symmpool.errors import DivergedError, Error, InvalidArgumentError, Unsuppor
 from symmpool.groups import names, pool_registry, process_groups, resolution
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from types import ModuleType
+    from typing import SupportsIndex
+
     import torch
 
     from symmpool.groups.types import GroupLike
@@ -43,7 +47,7 @@ REFUSED = -1
 NO_PLACE = -2
 
 
-def _sizes_of(sizes: Any) -> tuple[int, ...]:
+def _sizes_of(sizes: Iterable[int]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(size) for size in sizes)
     except TypeError:
@@ -85,18 +89,18 @@ def check_hosts(pool: Pool) -> None:
         )
 
 
-def _pad_size(size: Any) -> int:
+def _pad_size(size: SupportsIndex) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or not 4 <= size < 1 << 40 or size % 4:
         raise InvalidArgumentError(f"signal_pad_size: {size!r} is no multiple of 4 from 4 to 2**40")
     return size
 
 
-def refuse(pool: Pool, signal_pad_size: Any, refusal: InvalidArgumentError) -> None:
+def refuse(pool: Pool, signal_pad_size: SupportsIndex | None, refusal: InvalidArgumentError) -> None:
     """Takes part in a rendezvous that this rank refuses, so that the other ranks raise its reason."""
     import torch
 
     try:
-        size = _pad_size(signal_pad_size)
+        size = _pad_size(SIGNAL_PAD_SIZE if signal_pad_size is None else signal_pad_size)
     except InvalidArgumentError:
         size = SIGNAL_PAD_SIZE  # their size, most likely
     try:
@@ -112,7 +116,9 @@ def _place_channels(pad: int, world: int) -> tuple[int, int]:
     return begin, begin + bytes
 
 
-def _share(torch: Any, pool: Pool, pad: int, say: Callable[[Block], tuple[Any, ...]]) -> tuple[Any, Block]:
+def _share(
+    torch: ModuleType, pool: Pool, pad: int, say: Callable[[Block], tuple[object, ...]]
+) -> tuple[Any, Block]:
     """Memory for what this rank says, and for a pad and channels of zeros, and its Block, once every rank has
     it."""
     block = take_block(pool, _place_channels(pad, pool.world)[1])
@@ -139,7 +145,7 @@ def take_block(pool: Pool, bytes: int) -> Block:
         raise
 
 
-def _holding(tensor: Any, group: Any, candidates: list[Pool]) -> Pool:
+def _holding(tensor: torch.Tensor, group: GroupLike, candidates: list[Pool]) -> Pool:
     """The pool that a tensor lies in."""
     import torch
 
@@ -163,7 +169,7 @@ def _holding(tensor: Any, group: Any, candidates: list[Pool]) -> Pool:
     )
 
 
-def _candidates(group: Any) -> list[Pool]:
+def _candidates(group: GroupLike) -> list[Pool]:
     """The pools that a group means."""
     group = names.resolved(group)
     if group is None:
@@ -173,7 +179,7 @@ def _candidates(group: Any) -> list[Pool]:
     dist = process_groups.distributed()
     if not isinstance(group, Group) and not (dist is not None and isinstance(group, dist.ProcessGroup)):
         resolution.resolve(group)  # refuses it
-    return pool_registry.pools_of(group)
+    return pool_registry.pools_of(group)  # type: ignore[arg-type]  # a name was resolved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,7 +238,7 @@ class SymmetricMemory:
 
         self._torch, self._pool, self._buffer = torch, pool, buffer
 
-        def say(block: Block) -> tuple[Any, ...]:
+        def say(block: Block) -> tuple[object, ...]:
             place = buffer.place_beside(block)
             return place, buffer.bytes, buffer.start, buffer.taken, buffer.dtype.encode()
 
@@ -257,7 +263,7 @@ class SymmetricMemory:
         # another handle, or of a communicator, completes a wait on them.
         self._channels = Channels(self._comm, block, _place_channels(signal_pad_size, pool.world)[0])
 
-    def _check_same(self, memory: Any, block: Any) -> None:
+    def _check_same(self, memory: Any, block: Block) -> None:
         """Compares what ranks said of their tensors. Every rank does, with the same outcome; the
         memory is not used again before all have."""
         pool, size = self._pool, RECORD.size
@@ -395,13 +401,17 @@ class SymmetricMemory:
         memory = (self._pool, rank, self._pad.data_ptr(), self.signal_pad_size, self._pad)
         return self._tensor_at(memory, sizes, dtype, storage_offset)
 
-    def _view(self, rank: int, skipped: int, sizes: Any, dtype: Any, start: int) -> Any:
+    def _view(
+        self, rank: int, skipped: int, sizes: Iterable[int], dtype: torch.dtype, start: int
+    ) -> torch.Tensor:
         """A tensor over a rank's buffer, without its first bytes."""
         self._check_rank(rank)
         of, begin, length = self._buffer, self._buffer.base + skipped, self._buffer.bytes - skipped
         return self._tensor_at((of.pool, of.ranks[rank], begin, length, of.owner), sizes, dtype, start)
 
-    def _tensor_at(self, memory: tuple[Any, ...], sizes: Any, dtype: Any, start: int) -> Any:
+    def _tensor_at(
+        self, memory: tuple[Any, ...], sizes: Iterable[int], dtype: torch.dtype, start: int
+    ) -> torch.Tensor:
         """A tensor over a pool's memory on a rank: of a number of bytes from an address on."""
         pool, rank, base, length, owner = memory
         if not isinstance(dtype, self._torch.dtype):

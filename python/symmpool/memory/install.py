@@ -18,6 +18,10 @@ from symmpool.errors import InvalidArgumentError, InvalidStateError, Unsupported
 from symmpool.memory.torch_stats import TorchStats
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+
     from symmpool.groups.types import DeviceLike
 
 logger = logging.getLogger("symmpool")
@@ -47,9 +51,9 @@ def _address(library: Any, name: str) -> int:
     return found
 
 
-def _throw(torch: Any) -> int:
+def _throw(torch: ModuleType) -> int:
     """The address of the function by which torch throws an error."""
-    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    folder = os.path.join(os.path.dirname(str(torch.__file__)), "lib")
     name = "_ZN3c106detail14torchCheckFailEPKcS2_jS2_"
     try:
         # The copy that is loaded, or none.
@@ -74,9 +78,9 @@ _OUT_OF_MEMORY = (
 )
 
 
-def _throw_out_of_memory_by(torch: Any, library: Any) -> bool:
+def _throw_out_of_memory_by(torch: ModuleType, library: Any) -> bool:
     """Has the library throw torch.OutOfMemoryError; whether this torch exports what that takes."""
-    folder = os.path.join(os.path.dirname(torch.__file__), "lib")
+    folder = os.path.join(os.path.dirname(str(torch.__file__)), "lib")
     places = {
         "": ["libstdc++.so.6"],
         "torch": [os.path.join(folder, f"lib{name}.so") for name in ("c10", "c10_cuda", "torch_python")],
@@ -152,7 +156,7 @@ def install() -> None:
         )
 
 
-def _device(device: Any) -> int:
+def _device(device: torch.device | str | int | None) -> int:
     if isinstance(device, int):
         return device
     try:
@@ -170,7 +174,7 @@ def _device(device: Any) -> int:
     return _current(torch) if device.index is None else device.index
 
 
-def _current(torch: Any) -> int:
+def _current(torch: ModuleType) -> int:
     try:
         return torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:

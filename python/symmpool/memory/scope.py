@@ -12,11 +12,16 @@ import ctypes
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from symmpool import _symmpool
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError, UnsupportedError
 from symmpool.memory import install
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
 
 # torch keeps a pointer to the allocator of a segment, without owning it, for as long as a tensor lives in the
 # segment, which may be longer than the MemPool lives. So an allocator is never freed; there is one for each
@@ -30,7 +35,7 @@ _postponed: list[Any] = []
 _threads = threading.local()
 
 
-def _allocator(torch: Any, slot: _symmpool.Slot) -> Any:
+def _allocator(torch: ModuleType, slot: _symmpool.Slot) -> Any:
     """torch's allocator on the functions of a slot."""
     if slot.index not in _allocators:
         names, library = slot.names, _symmpool.__file__
@@ -51,7 +56,7 @@ def _steps_of(manager: Any) -> Callable[..., Iterator[None]]:
     if inspect.isgeneratorfunction(made_of):
         return made_of
 
-    def steps(*arguments: Any) -> Iterator[None]:
+    def steps(*arguments: object) -> Iterator[None]:
         with manager(*arguments):
             yield
 
@@ -71,7 +76,7 @@ def _names_in(manager: Any) -> set[str]:
     return set(getattr(getattr(made_of, "__code__", None), "co_names", ()))
 
 
-def _calls_of(torch: Any) -> tuple[Callable[..., None], ...] | None:
+def _calls_of(torch: ModuleType) -> tuple[Callable[..., None], ...] | None:
     """torch's functions that begin a MemPool's scope, end it and let go of the MemPool. Each takes a device's
     number and a MemPool's id. None where this torch's `use_mem_pool` is made of anything else."""
     manager = torch.cuda.use_mem_pool
@@ -80,7 +85,9 @@ def _calls_of(torch: Any) -> tuple[Callable[..., None], ...] | None:
     return tuple(manager.__wrapped__.__globals__[name] for name in _CALLS)
 
 
-def _use_of(torch: Any, device: int, mempool: Any) -> Callable[[], Callable[[], object]]:
+def _use_of(
+    torch: ModuleType, device: int, mempool: torch.cuda.MemPool
+) -> Callable[[], Callable[[], object]]:
     """A function after which this thread allocates in a MemPool. It returns the one that ends this."""
     calls, steps = _calls_of(torch), _steps_of(torch.cuda.use_mem_pool)
 
@@ -136,7 +143,7 @@ class Scope:
         self._use = _use_of(torch, self._device, self._mempool)
 
     @property
-    def mempool(self) -> Any:
+    def mempool(self) -> torch.cuda.MemPool:
         """The torch.cuda.MemPool; None under `symmpool.install()`, which needs none."""
         return self._mempool
 
@@ -170,7 +177,13 @@ class Scope:
             )
         return False
 
-    def leave(self, pool: _symmpool.Pool, kind: Any, value: Any, settles: bool = True) -> None:
+    def leave(
+        self,
+        pool: _symmpool.Pool,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        settles: bool = True,
+    ) -> None:
         """They go where they went before. Commits if that is due, and `settles`: who leaves alone, to
         enter again, does not. Scopes are left in the thread that entered them, the innermost first;
         otherwise nothing is changed."""
@@ -196,7 +209,7 @@ class Scope:
             "later; leave that first"
         )
 
-    def _settle(self, pool: _symmpool.Pool, kind: Any, value: Any) -> None:
+    def _settle(self, pool: _symmpool.Pool, kind: type[BaseException] | None, value: Any) -> None:
         if kind is None:
             if self._torch.cuda.is_current_stream_capturing():
                 _postponed.append(pool)

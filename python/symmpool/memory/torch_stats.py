@@ -90,7 +90,7 @@ class TorchStats:
         now = self._read(device)
         self._before[device] = {name: now[name] for name in _ACCUMULATED}
 
-    def snapshot(self, asked: Any = None) -> dict[str, Any]:
+    def snapshot(self, asked: object = None) -> dict[str, Any]:
         """A segment for each device that has memory, without its blocks."""
         import torch
 

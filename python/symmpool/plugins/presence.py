@@ -7,12 +7,15 @@ import contextlib
 import datetime
 import logging
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from symmpool._symmpool import version as own_version
 from symmpool.errors import InvalidStateError
 from symmpool.groups.agreement import named
 from symmpool.plugins.report import VARIABLE
+
+if TYPE_CHECKING:
+    import torch.distributed
 
 __all__ = ["PresenceCheck"]
 
@@ -47,7 +50,7 @@ class PresenceCheck:
                 f"{', '.join(sorted({versions[each] for each in others}))}; install one version on every rank"
             )
 
-    def _await(self, store: Any, keys: list[str], limit: float, rank: int) -> list[int]:
+    def _await(self, store: torch.distributed.Store, keys: list[str], limit: float, rank: int) -> list[int]:
         """The ranks that have not come after so many seconds."""
         begin, said = time.monotonic(), False
         while True:

@@ -84,7 +84,7 @@ def _groups(report: ServiceReport) -> None:
     report.served.append("groups (broadcasts, all-gathers, reduce-scatters, all-to-alls, messages)")
 
 
-def on_our_backend(*arguments: Any, **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def on_our_backend(*arguments: object, **options: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of SGLang's `init_distributed_environment`, with our backend in place of torch's. One
     that is neither gloo nor NCCL stays, and a warning says so."""
     asked = arguments[_PLACE] if len(arguments) > _PLACE else options.get("backend", "nccl")

@@ -60,11 +60,11 @@ def communicator_class() -> type:
         def __init__(
             self,
             cpu_group: Any,
-            device: Any = None,
+            device: torch.device | None = None,
             device_group: Any = None,
             unique_name: str = "",
-            *arguments: Any,
-            **options: Any,
+            *arguments: object,
+            **options: object,
         ):
             serves = unique_name.startswith("tp")
             name = _PREFIX + unique_name if serves else unique_name

@@ -26,7 +26,9 @@ from symmpool.memory import handle, install
 from symmpool.memory.handle import HandleMemory, SymmetricMemory
 
 if TYPE_CHECKING:
-    from symmpool.groups.types import GroupLike
+    import torch.distributed
+
+    from symmpool.groups.types import DeviceLike, GroupKey, GroupLike
 
 __all__ = ["empty_strided_p2p", "get_mem_pool", "group", "is_symm_mem_tensor", "rendezvous"]
 
@@ -54,13 +56,13 @@ class _Memory:
     )
 
     @property
-    def key(self) -> Any:
+    def key(self) -> GroupKey | None:
         """The object that stands for the pool's group; None where that is gone, and before the first
         rendezvous."""
         return None if self.group is None else self.group()
 
-    def handle_for(self, key: Any) -> SymmetricMemory | None:
-        found = self.handles.get(key)
+    def handle_for(self, key: GroupKey | None) -> SymmetricMemory | None:
+        found = None if key is None else self.handles.get(key)
         return found() if isinstance(found, weakref.ref) else found
 
 
@@ -81,12 +83,12 @@ def group(group: GroupLike) -> Iterator[None]:
         groups.pop()
 
 
-def _group_of_block() -> Any:
+def _group_of_block() -> GroupKey | None:
     groups = _threads.__dict__.get("groups")
     return groups[-1] if groups else None
 
 
-def _key_of(group: Any) -> Any:
+def _key_of(group: GroupLike) -> GroupKey:
     """The object that stands for a group that this process is in."""
     key = resolution.key_of(names.resolved(group))
     if key is dist.GroupMember.NON_GROUP_MEMBER:
@@ -95,7 +97,7 @@ def _key_of(group: Any) -> Any:
     return key
 
 
-def device_of(device: Any) -> torch.device:
+def device_of(device: DeviceLike) -> torch.device:
     """The device of an argument, with its number. Raises UnsupportedError for kinds that pools are not on."""
     found = torch.get_default_device() if device is None else torch.device(device)
     if found.type not in ("cpu", "cuda"):
@@ -105,7 +107,7 @@ def device_of(device: Any) -> torch.device:
     return found
 
 
-def _pool_for(key: Any, device: torch.device) -> Pool:
+def _pool_for(key: GroupKey, device: torch.device) -> Pool:
     """The pool of a group on a device, made if need be, which is collective."""
     return cache.pool_of(key, devices.number_of(str(device)))
 
@@ -120,7 +122,7 @@ def empty_strided_p2p(
     size: Sequence[int],
     stride: Sequence[int],
     dtype: torch.dtype,
-    device: Any,
+    device: DeviceLike,
     group_name: str | None = None,
     alloc_id: int | None = None,
 ) -> torch.Tensor:
@@ -138,7 +140,9 @@ def empty_strided_p2p(
     return _empty_in(key, size, stride, dtype, device)
 
 
-def _empty_in(key: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _empty_in(
+    key: GroupKey, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     pool = _pool_for(key, device)
     block = pool.block(max(_bytes_of(size, stride, dtype), MIN_BYTES), "uint8")
     storage = torch.from_dlpack(block).untyped_storage()  # type: ignore[attr-defined]
@@ -147,7 +151,12 @@ def _empty_in(key: Any, size: Any, stride: Any, dtype: torch.dtype, device: torc
 
 
 def _empty_persistent(
-    size: Any, stride: Any, dtype: torch.dtype, device: torch.device, key: Any, alloc_id: int
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    key: GroupKey | None,
+    alloc_id: int,
 ) -> torch.Tensor:
     bytes = _bytes_of(size, stride, dtype)
     key = _key_of(None) if key is None else key
@@ -180,13 +189,13 @@ def is_symm_mem_tensor(tensor: torch.Tensor) -> bool:
     return _memory_of(tensor) is not None or bool(pool_registry.holding(tensor))
 
 
-def get_mem_pool(device: Any) -> Any:
+def get_mem_pool(device: torch.device) -> torch.cuda.MemPool:
     """The torch.cuda.MemPool of the default group's pool on a device, or of the group of a `group` block. All
     ranks of the group make the same tensors in it, in the same order. Collective where it makes the pool."""
     return mem_pool_of(device)._scope().mempool
 
 
-def mem_pool_of(device: Any) -> Pool:
+def mem_pool_of(device: torch.device) -> Pool:
     """The pool whose MemPool `get_mem_pool` gives. Raises UnsupportedError where torch has none."""
     found = device_of(device)
     if found.type != "cuda":
@@ -200,7 +209,7 @@ def mem_pool_of(device: Any) -> Pool:
     return _pool_for(_key_of(None) if key is None else key, found)
 
 
-def _checked(tensor: Any) -> torch.Tensor:
+def _checked(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgumentError(f"rendezvous: tensor: {reprlib.repr(tensor)} is no tensor of torch")
     try:
@@ -253,7 +262,7 @@ def rendezvous(tensor: torch.Tensor, group: GroupLike = None) -> SymmetricMemory
 
 
 def _buffer_for(
-    tensor: torch.Tensor, known: _Memory | None, holding: Pool | None, pool: Pool, key: Any
+    tensor: torch.Tensor, known: _Memory | None, holding: Pool | None, pool: Pool, key: GroupKey
 ) -> tuple[_Memory, HandleMemory]:
     """The memory that a rendezvous makes a handle of. Talks to nobody."""
     storage = tensor.untyped_storage()
@@ -298,8 +307,8 @@ def _buffer_of(block: Block, pool: Pool, bytes: int, dtype: str) -> HandleMemory
     return HandleMemory(pool, block.data_ptr, bytes, 0, bytes, dtype, ranks, owner=block, place=place)
 
 
-def _described(key: Any) -> str:
-    return process_groups.description_of(key) if hasattr(key, "group_name") else "its group"
+def _described(key: GroupKey | None) -> str:
+    return process_groups.description_of(key) if isinstance(key, dist.ProcessGroup) else "its group"
 
 
 def _ranks_within(key: Any, outer: Any) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed._symmetric_memory as module
@@ -21,6 +21,9 @@ from symmpool.groups.names import group_of
 from symmpool.memory import scope
 from symmpool.memory.handle import SymmetricMemory
 from symmpool.symmetric_memory import allocation, operators
+
+if TYPE_CHECKING:
+    from symmpool.groups.types import DeviceLike, GroupLike
 
 __all__ = ["NAME", "install", "is_installed", "uninstall"]
 
@@ -108,7 +111,7 @@ def _replace(place: Any, name: str, ours: Any) -> None:
 # Functions of the class and of the module, with torch's names and arguments.
 
 
-def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+def empty(*size: Any, dtype: torch.dtype | None = None, device: DeviceLike = None) -> torch.Tensor:
     """Makes a tensor that `rendezvous` can be called for, with the arguments of torch's `empty`."""
     sizes = tuple(size[0]) if len(size) == 1 and isinstance(size[0], Sequence) else tuple(size)
     stride = torch._prims_common.make_contiguous_strides_for(sizes)
@@ -116,18 +119,20 @@ def empty(*size: Any, dtype: torch.dtype | None = None, device: Any = None) -> t
     return allocation.empty_strided_p2p(sizes, stride, dtype, device)
 
 
-def rendezvous(tensor: torch.Tensor, group: Any = None, group_name: str | None = None) -> SymmetricMemory:
+def rendezvous(
+    tensor: torch.Tensor, group: GroupLike = None, group_name: str | None = None
+) -> SymmetricMemory:
     """Finds or makes the handle of a tensor, with the arguments of torch's: `group` is a process group or its
     name."""
     return allocation.rendezvous(tensor, group_name if group is None else group)
 
 
-def has_multicast_support(device_type: Any, device_index: int) -> bool:
+def has_multicast_support(device_type: object, device_index: int) -> bool:
     """False: pools have no multicast addresses."""
     return False
 
 
-def get_backend(device: Any) -> str | None:
+def get_backend(device: torch.device) -> str | None:
     """ "symmpool", on the CPU and on CUDA; else None."""
     return NAME if torch.device(device).type in ("cpu", "cuda") else None
 
@@ -141,7 +146,7 @@ def set_backend(name: str) -> None:
         )
 
 
-def get_mempool_allocator(device: Any) -> Any:
+def get_mempool_allocator(device: torch.device) -> Any:
     """The allocator of `get_mem_pool`."""
     pool = allocation.mem_pool_of(device)
     return scope._allocator(torch, pool._scope().slot).allocator()
@@ -164,7 +169,7 @@ def _of_handle(name: str, ours: Any) -> Any:
     """A function of the module that is given a handle: ours for ours, else torch's."""
     theirs = getattr(module, name, None)
 
-    def chosen(*arguments: Any, **options: Any) -> Any:
+    def chosen(*arguments: object, **options: object) -> Any:
         if any(isinstance(each, SymmetricMemory) for each in (*arguments, *options.values())):
             return ours(*arguments, **options)
         return theirs(*arguments, **options)  # type: ignore[misc]

@@ -133,7 +133,7 @@ LEFT = ("_async_input_mm", "memset32_", "stream_write_value32_", "_barrier", "nc
 
 
 def _refusing(name: str, instead: str) -> Callable[..., Any]:
-    def refused(*arguments: Any, **options: Any) -> Any:
+    def refused(*arguments: object, **options: object) -> Any:
         raise UnsupportedError(
             f"symmpool: torch.ops.symm_mem.{name} is not served on memory of pools: {instead}"
         )

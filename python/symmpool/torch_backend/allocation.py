@@ -7,22 +7,25 @@ program. Every rank of the group asks for the same, in the same order, as for al
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from symmpool.communicators import cache
 from symmpool.torch_backend.served_devices import number_of
 
+if TYPE_CHECKING:
+    from symmpool.torch_backend.group_state import GroupState
+
 __all__ = ["has_windows", "window"]
 
 
-def has_windows(group: Any, device: Any) -> bool:
+def has_windows(group: GroupState, device: torch.device) -> bool:
     """Whether `window` has one, as far as is known without asking the other ranks."""
     return group.may_serve(torch.device(device))
 
 
-def window(group: Any, size: int, dtype: torch.dtype, device: Any) -> torch.Tensor | None:
+def window(group: GroupState, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
     """A new tensor of `size` elements, not filled; None where ours does not serve the device. Collective
     where it is the first call of the group, and where the pool has to grow."""
     device = torch.device(device)

@@ -3,7 +3,7 @@ backend makes. The method names are those of torch's classes."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,10 @@ from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.messages import Messages
 from symmpool.torch_backend.served_devices import NAME, number_of
 from symmpool.torch_backend.work import BarrierWork, CopyingWork, opaque
+
+if TYPE_CHECKING:
+    import datetime
+    from collections.abc import Sequence
 
 __all__ = ["GroupCollectives"]
 
@@ -65,7 +69,7 @@ class GroupCollectives(Messages):
         given = (op, opts.rootRank, self._rank, self._size)
         return self._run_one("reduce", tensors, opts, plans.reduce, *given)
 
-    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gathers all ranks' `input` in `output`, which has as many times its elements as there are ranks."""
         opts, name = opts if opts is not None else AllgatherOptions(), "all_gather_into_tensor"
         work = None
@@ -75,7 +79,7 @@ class GroupCollectives(Messages):
 
     _allgather_base = all_gather_single
 
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Reduces all ranks' `input`, and leaves this rank's part of it in `output`."""
         opts, name = opts if opts is not None else dist.ReduceScatterOptions(), "reduce_scatter_tensor"
         op, work = operation(opts.reduceOp), None
@@ -117,7 +121,9 @@ class GroupCollectives(Messages):
         name = "allreduce_coalesced"
         return work if work is not None else self._pass(name, name, tensors, opts)
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
         """Several gathers as `all_gather_single` makes them."""
         opts, work = opts if opts is not None else AllgatherOptions(), None
         if len(outputs) == len(inputs) == 1:
@@ -131,7 +137,9 @@ class GroupCollectives(Messages):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
         """Several reduce-scatters as `reduce_scatter_single` makes them."""
         opts, work = opts if opts is not None else dist.ReduceScatterOptions(), None
         if len(outputs) == len(inputs) == 1:
@@ -146,7 +154,9 @@ class GroupCollectives(Messages):
 
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _pass(self, operation: str, method: str, *arguments: Any, late: Any = None, **options: Any) -> Any:
+    def _pass(
+        self, operation: str, method: str, *arguments: object, late: Any = None, **options: object
+    ) -> Any:
         """Has the fallback backend of the first tensor's device make a call on contiguous tensors."""
         self._note_fallback(operation, layout.first_tensor(arguments))
         plain, finish = layout.contiguous(arguments, writes=method != "send")
@@ -154,11 +164,16 @@ class GroupCollectives(Messages):
         if work is None:
             return None
         if finish is not None or late is not None:
-            work = CopyingWork(work, finish, arguments[0], late)
+            work = CopyingWork(work, finish, arguments[0], late)  # type: ignore[arg-type]  # a list of tensors
         return self._begun(self._passed(work, arguments[0]))
 
     def all_to_all_single(
-        self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
     ) -> dist.Work:
         """Exchanges parts of one tensor. Splits are elements of the first dimension; empty ones are equal
         parts."""
@@ -182,7 +197,7 @@ class GroupCollectives(Messages):
             work = self._run("gather", opts, inputs[0], plans.gather, *given)
         return work if work is not None else self._pass("gather", "gather", outputs, inputs, opts)
 
-    def gather_single(self, output: Any, input: Any, opts: Any = None) -> dist.Work:
+    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         """Gathers all ranks' `input` in the root's `output`, one behind the other."""
         opts, work = opts if opts is not None else dist.GatherOptions(), None
         if self._moves(input):
@@ -236,7 +251,9 @@ class GroupCollectives(Messages):
             entry.comm.synchronize()
         return self._done([], device)
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Waits for all ranks with gloo's monitored barrier, and makes gloo if need be."""
         self._note_fallback("monitored_barrier", None)
         limit = self._timeout if timeout is None else timeout
@@ -251,5 +268,5 @@ def _nccl_reduces(op: Any, tensor: torch.Tensor) -> bool:
     return is_named and tensor.dtype in reductions.REDUCED and tensor.layout == torch.strided
 
 
-def _are_pairs(outputs: Any, inputs: Any) -> bool:
+def _are_pairs(outputs: Sequence[object], inputs: Sequence[object]) -> bool:
     return len(outputs) > 0 and len(outputs) == len(inputs)

@@ -48,14 +48,14 @@ def register() -> None:
         _libraries.append(library)
 
 
-def _without(key: str, op: Any, arguments: Any) -> Any:
+def _without(key: str, op: torch._ops.OpOverload, arguments: Any) -> Any:
     """Makes a call as if its tensors had no such key."""
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))):
         return op(*arguments)
 
 
-def _as_it_is(op: Any, key: str) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
+def _as_it_is(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    def call(*arguments: object) -> Any:
         if _ours(arguments) is None:
             plain = torch.utils._pytree.tree_map_only(torch.Tensor, _resolved, arguments)
             return _without(key, op, plain)
@@ -68,10 +68,10 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _refused(op: Any, key: str) -> Callable[..., Any]:
+def _refused(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     name = op._schema.name.removeprefix("c10d::")
 
-    def call(*arguments: Any) -> Any:
+    def call(*arguments: object) -> Any:
         ours = _ours(arguments)
         if ours is None:
             raise NotImplementedError(f"Could not run 'c10d::{name}' with arguments of the key '{key}'")

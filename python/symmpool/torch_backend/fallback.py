@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,11 @@ from symmpool.groups.process_groups import DEFAULT_TIMEOUT, seconds_of
 from symmpool.groups.store import RunOfStore, StoreAdapter, own_connection
 from symmpool.torch_backend import allocation
 from symmpool.torch_backend.nccl_p2p import NcclChannels
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from symmpool.torch_backend.group_state import GroupState
 
 __all__ = ["FallbackBackends"]
 
@@ -39,19 +44,19 @@ def _in_group(kind: type) -> type:
     torch asks of a group's backends alone: it passes a new timeout on to the group, and has memory in
     windows."""
 
-    def _set_default_timeout(self: Any, timeout: Any) -> None:
+    def _set_default_timeout(self: Any, timeout: datetime.timedelta) -> None:
         super(found, self)._set_default_timeout(timeout)
         group = self.group()
         if group is not None:
             group.timeout_is(timeout)
 
-    def supports_tensor_alloc(self: Any, device: Any) -> bool:
+    def supports_tensor_alloc(self: Any, device: torch.device) -> bool:
         group = self.group()
         if group is not None and allocation.has_windows(group, device):
             return True
         return super(found, self).supports_tensor_alloc(device)
 
-    def allocate_tensor(self: Any, size: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    def allocate_tensor(self: Any, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         group = self.group()
         tensor = allocation.window(group, size, dtype, device) if group is not None else None
         if tensor is not None:
@@ -72,12 +77,12 @@ _Gloo = _in_group(dist.ProcessGroupGloo) if dist.is_gloo_available() else None
 _Nccl = _in_group(dist.ProcessGroupNCCL) if dist.is_nccl_available() else None
 
 
-def _later(kind: Any) -> Any:
+def _later(kind: type) -> Any:
     """A class of gloo's backends that stand for one which is made later: alone, so that nobody meets. Their
     calls go to that one."""
 
     def passing(name: str) -> Any:
-        def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        def call(self: Any, *arguments: object, **options: object) -> Any:
             there = _alive(self.group())._fallbacks.group._get_backend(torch.device("cpu"))
             return getattr(there, name)(*arguments, **options)
 
@@ -110,7 +115,7 @@ def _gloo_devices(process: int, interfaces: str | None) -> list[Any]:
     return [kind.create_device(interface=name) for name in interfaces.split(",")]
 
 
-def _gloo_options(timeout: Any, threads: int | None = None) -> Any:
+def _gloo_options(timeout: datetime.timedelta, threads: int | None = None) -> Any:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = _gloo_devices(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME"))
@@ -142,9 +147,9 @@ class FallbackBackends:
 
     def __init__(
         self,
-        group: Any,
-        store: Any,
-        timeout: Any,
+        group: GroupState,
+        store: torch.distributed.Store,
+        timeout: datetime.timedelta,
         options: Any,
         publish: Callable[[Any], None],
         run: str | None = None,
@@ -195,7 +200,7 @@ class FallbackBackends:
         self._group = None if self._is_later else _registered(dist.ProcessGroup(store, *self._place), found)
         self._is_of_torch = isinstance(group, dist.ProcessGroup)
         if self._is_of_torch:
-            _registered(group, found)
+            _registered(group.key, found)
         self._kinds = [device for device, *_ in found]
         forks.renew_in_children(self)
 
@@ -267,18 +272,18 @@ class FallbackBackends:
         for each in (self._group, *self._backends):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
-    def store_for(self, name: str, store: Any = None) -> Any:
+    def store_for(self, name: str, store: torch.distributed.Store | None = None) -> torch.distributed.Store:
         """The store of this run of the group for what has that name; on another connection with `store`."""
         store = self._store if store is None else store
         return dist.PrefixStore(f"{name}/{self.run}", store)
 
-    def _nccl(self, timeout: Any) -> Any:
+    def _nccl(self, timeout: datetime.timedelta) -> dist.Backend:
         options = self._options if self._options is not None else dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         assert _Nccl is not None  # it is among the group's backends
         return _Nccl(self.store_for("nccl", self._store), *self._place, options)
 
-    def begin(self, channel: tuple[int, int], tensor: torch.Tensor) -> Any:
+    def begin(self, channel: tuple[int, int], tensor: torch.Tensor) -> dist.Work:
         """Begins to send or to receive a CUDA tensor by NCCL, on the channel from one rank to another.
         Returns its Work."""
         if self.names.get("cuda") != "nccl":
@@ -315,7 +320,7 @@ class FallbackBackends:
         config.max_ctas = min(config.max_ctas, blocks) if config.max_ctas > 0 else blocks
         config.min_ctas = min(config.min_ctas, blocks)
 
-    def timeout_is(self, timeout: Any) -> None:
+    def timeout_is(self, timeout: datetime.timedelta) -> None:
         """Passes a new timeout on to the backends that torch does not know of."""
         self._timeout = timeout
         if self._is_later and self._group is not None:
@@ -328,7 +333,7 @@ class FallbackBackends:
         found = dict(zip(self._kinds, self._backends, strict=False))
         return found.get(device.type)
 
-    def set_timeouts(self, timeout: Any) -> None:
+    def set_timeouts(self, timeout: datetime.timedelta) -> None:
         """Sets the timeouts of backends that torch does not know of: their group has another class."""
         for backend in self._backends[: len(self._kinds)]:
             backend._set_default_timeout(timeout)

@@ -16,12 +16,15 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from symmpool.communicators.module_imports import when_imported
+
+if TYPE_CHECKING:
+    import torch.distributed
 
 __all__ = ["use_windows"]
 
@@ -35,13 +38,15 @@ _CHOSEN = "_symmpool_chosen"
 _log = logging.getLogger("symmpool")
 
 
-def use_windows(is_ours: Callable[[Any, Any], bool]) -> None:
+def use_windows(is_ours: Callable[[torch.distributed.ProcessGroup, torch.device], bool]) -> None:
     """Has FSDP use windows wherever `is_ours(group, device)`, also if it is imported later. Calls after the
     first change nothing."""
     when_imported(_MODULE, functools.partial(_wrap, is_ours=is_ours))
 
 
-def _wrap(module: ModuleType, is_ours: Callable[[Any, Any], bool]) -> None:
+def _wrap(
+    module: ModuleType, is_ours: Callable[[torch.distributed.ProcessGroup, torch.device], bool]
+) -> None:
     kind = getattr(module, "FSDPParamGroup", None)
     begin, choose = getattr(kind, "lazy_init", None), getattr(kind, _SET, None)
     if begin is None or choose is None or hasattr(begin, "__wrapped__"):
@@ -97,7 +102,7 @@ def _remembering(collective: Any) -> Any:
 
 
 @functools.cache
-def _remembering_kind(kind: Any) -> Any:
+def _remembering_kind(kind: type) -> Any:
     """A class of torch's for collectives of FSDP, whose objects remember their group's backend."""
     return type(kind.__name__, (_Remembering, kind), {})
 
@@ -108,7 +113,9 @@ def _is_usual(parameters: Any) -> bool:
     return [type(each).__name__ for each in made] == ["DefaultAllGather", "DefaultReduceScatter"]
 
 
-def _is_served(parameters: Any, is_ours: Callable[[Any, Any], bool]) -> bool:
+def _is_served(
+    parameters: Any, is_ours: Callable[[torch.distributed.ProcessGroup, torch.device], bool]
+) -> bool:
     """Whether what is gathered and scattered goes through groups of ours."""
     groups = (parameters._all_gather_process_group, parameters._reduce_scatter_process_group)
     return all(is_ours(group, parameters.device) for group in groups)

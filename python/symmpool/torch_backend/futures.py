@@ -16,7 +16,7 @@ import torch
 __all__ = ["for_caller"]
 
 
-def for_caller(future: Any, work: Any, results: list[Any]) -> Any:
+def for_caller(future: Any, work: Any, results: list[torch.Tensor]) -> Any:
     """The future of Work, as whoever calls `get_future` needs it. A built-in hook that compresses gradients
     makes an all-reduce of float16, and is called by autograd; whatever Python calls is as it was."""
     if len(results) != 1 or results[0].dtype != torch.float16 or not _is_called_by_autograd(sys._getframe(1)):

@@ -4,7 +4,7 @@ backends, its mailbox, and on which devices its calls are ours."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,11 @@ from symmpool.torch_backend.p2p import PointToPoint
 from symmpool.torch_backend.served_calls import ServedCalls
 from symmpool.torch_backend.served_devices import ServedDevices, number_of
 from symmpool.torch_backend.work import opaque
+
+if TYPE_CHECKING:
+    import datetime
+
+    import torch.distributed
 
 __all__ = ["GroupState"]
 
@@ -44,12 +49,28 @@ class GroupState(ServedCalls):
     _done: Any
     _keep: Any
 
+    if TYPE_CHECKING:
+        # torch's classes of groups and of backends have them.
+        def rank(self) -> int:
+            """The group's rank here."""
+
+        def size(self) -> int:
+            """The number of ranks."""
+
     @property
-    def key(self) -> Any:
+    def key(self) -> torch.distributed.ProcessGroup:
         """torch's process group, by which the package knows the group."""
         raise NotImplementedError
 
-    def _make(self, store: Any, rank: int, size: int, timeout: Any, options: Any, name: str | None) -> None:
+    def _make(
+        self,
+        store: torch.distributed.Store,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta,
+        options: Any,
+        name: str | None,
+    ) -> None:
         """Has the ranks meet. `name` is torch's for the group, where it has one."""
         self._store, self._timeout = store, timeout
         # Asking torch's object takes as long as the rest of a small call's way through this one.
@@ -88,7 +109,7 @@ class GroupState(ServedCalls):
         )
         resolution.adopt(self.key, ours)
 
-    def timeout_is(self, timeout: Any) -> None:
+    def timeout_is(self, timeout: datetime.timedelta) -> None:
         """Takes over a new timeout. The fallback backends call this, where torch sets theirs."""
         seconds = process_groups.seconds_of(timeout)
         if seconds is not None:
@@ -149,7 +170,7 @@ class GroupState(ServedCalls):
         note(operation, name)
 
 
-def _has_windows(group: Any, device: Any) -> bool:
+def _has_windows(group: torch.distributed.ProcessGroup, device: torch.device) -> bool:
     """Whether a group is ours and has windows on the device, of several ranks."""
     ours = process_groups.ours(group)
     return ours is not None and group.size() > 1 and allocation.has_windows(ours, device)

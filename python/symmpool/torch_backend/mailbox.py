@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,11 @@ from symmpool.communicators.work import seconds_or_none
 from symmpool.errors import Error, TimeoutError
 from symmpool.groups.store import FIRST_PAUSE, LONGEST_PAUSE, StoreAdapter
 from symmpool.torch_backend.work import CopyingWork, TorchWork, is_asked, is_let_go, opaque, unregister
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from symmpool.groups.types import Timeout
 
 __all__ = ["HostMessages"]
 
@@ -63,7 +68,7 @@ class HostMessages:
         # Held by the thread that finds out.
         self._lock = threading.Lock()
 
-    def publish(self, store_for: Callable[[str], Any]) -> None:
+    def publish(self, store_for: Callable[[str], torch.distributed.Store]) -> None:
         """Publishes where this rank's mailbox is. `store_for` gives the store of what has a name."""
         if self._size == 1:
             return
@@ -190,7 +195,7 @@ class MessageWork(TorchWork):
         self._source: int | None = None
         self._future: Any = None
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         if is_let_go(self):
             return True
         try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from symmpool.errors import Error, InvalidArgumentError, TimeoutError
+
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from symmpool.torch_backend.python_backend import SymmpoolBackend
 
 __all__ = ["group_of", "shrink", "split"]
 
@@ -19,7 +24,7 @@ _LOOK = 0.5
 _ABORTS = 1
 
 
-def group_of(backend: Any) -> Any:
+def group_of(backend: SymmpoolBackend) -> torch.distributed.ProcessGroup | None:
     """torch's process group above a backend; None where torch knows none."""
     wrapper = getattr(torch._C._distributed_c10d, "_ProcessGroupWrapper", ())
     for group in list(dist.distributed_c10d._world.pg_map):
@@ -32,7 +37,9 @@ def group_of(backend: Any) -> Any:
     return None
 
 
-def split(backend: Any, kind: Any, store: Any, ranks: list[int], options: Any) -> Any:
+def split(
+    backend: SymmpoolBackend, kind: Any, store: torch.distributed.Store, ranks: list[int], options: Any
+) -> Any:
     """The backend of a group of some ranks of another backend's; None where this rank is none of them."""
     if backend._rank not in ranks:
         return None
@@ -42,7 +49,7 @@ def split(backend: Any, kind: Any, store: Any, ranks: list[int], options: Any) -
     return kind(store, ranks.index(backend._rank), len(ranks), timeout, None, name)
 
 
-def shrink(backend: Any, kind: Any, excluded: list[int], flags: int) -> Any:
+def shrink(backend: SymmpoolBackend, kind: type, excluded: list[int], flags: int) -> Any:
     """The backend of the ranks that are left. Raises InvalidArgumentError where an excluded one lives: it
     would wait for the others."""
     backend._served.raise_at_end(backend)
@@ -60,7 +67,7 @@ def shrink(backend: Any, kind: Any, excluded: list[int], flags: int) -> Any:
     return kind(store, left.index(backend._rank), len(left), backend._timeout)
 
 
-def _lives(backend: Any, rank: int) -> bool:
+def _lives(backend: SymmpoolBackend, rank: int) -> bool:
     """Whether a rank's process is there, as far as its mailbox says: without one nobody can tell."""
     if rank == backend._rank or not backend._has_mailbox():
         return rank == backend._rank

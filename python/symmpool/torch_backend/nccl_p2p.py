@@ -23,7 +23,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,11 @@ from symmpool.errors import InvalidStateError, TimeoutError
 from symmpool.groups.process_groups import seconds_of
 from symmpool.torch_backend.work import TorchWork, is_asked, opaque
 
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from symmpool.groups.types import Timeout
+
 __all__ = ["NcclChannels"]
 
 # Sends or receives in the group of the two ranks: rank 0 of it sends, rank 1 receives.
@@ -41,7 +46,7 @@ Call = Callable[[Any, list[torch.Tensor]], Any]
 _FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 50e-3
 
 
-def _alone(group: Any, tensors: list[torch.Tensor], call: Call) -> Any:
+def _alone(group: torch.distributed.ProcessGroup, tensors: list[torch.Tensor], call: Call) -> Any:
     """Makes a call as a batch of its own, where the backend has batches: outside of one, NCCL uses another
     communicator and warns."""
     device = tensors[0].device
@@ -60,11 +65,11 @@ class _BatchWork(TorchWork):
     """Work of a batch of one call. NCCL's Work of a batch has no results, and reads invalid memory where it
     is asked for them."""
 
-    def __init__(self, work: Any, tensors: list[torch.Tensor]):
+    def __init__(self, work: dist.Work, tensors: list[torch.Tensor]):
         super().__init__(work)
         self._tensors = tensors
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         # torch's own takes no None.
         return self._work.wait() if timeout is None else self._work.wait(timeout)
 
@@ -86,7 +91,7 @@ class _FirstWork(dist.Work):
         super().__init__()
         self._name, self._begun = name, begun
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         # The call's own error may be a timeout too, so the future's TimeoutError would not tell them apart.
         if seconds_of(timeout) is not None:
             done, _ = concurrent.futures.wait([self._begun], seconds_of(timeout))
@@ -130,7 +135,7 @@ class _QueuedCall:
         cuda = device.type == "cuda"
         self._ready = torch.cuda.current_stream(device).record_event() if cuda else None
 
-    def begin(self, group: Any) -> Any:
+    def begin(self, group: torch.distributed.ProcessGroup) -> dist.Work:
         """Begins the call behind what its program had put on the stream."""
         device = self.tensors[0].device
         with contextlib.ExitStack() as stack:
@@ -147,7 +152,7 @@ class _QueuedCall:
 class _Channel:
     """Carries calls from one rank to another, in the order in which they are begun."""
 
-    def __init__(self, name: str, connect: Callable[[Callable[..., None]], Any]):
+    def __init__(self, name: str, connect: Callable[[Callable[..., None]], torch.distributed.ProcessGroup]):
         self._name, self._connect = name, connect
         self._lock = threading.Lock()
         # Held where a call is begun: two threads cannot make batches at once.
@@ -159,7 +164,7 @@ class _Channel:
         self._failed: BaseException | None = None
         self._ended = threading.Event()
 
-    def begin(self, tensors: list[torch.Tensor], call: Call) -> Any:
+    def begin(self, tensors: list[torch.Tensor], call: Call) -> dist.Work:
         with self._lock:
             if self._failed is not None:
                 raise InvalidStateError(
@@ -170,7 +175,7 @@ class _Channel:
         with self._turn:
             return _alone(self._group, tensors, call)
 
-    def _queue(self, tensors: list[torch.Tensor], call: Call) -> Any:
+    def _queue(self, tensors: list[torch.Tensor], call: Call) -> dist.Work:
         if tensors[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InvalidStateError(
                 f"symmpool: {self._name}: the first send or receive between two ranks cannot be captured in "
@@ -223,7 +228,7 @@ class _Channel:
         except BaseException as error:
             return None, error
 
-    def _meet(self, store: Any, rank: int, seconds: float) -> None:
+    def _meet(self, store: torch.distributed.Store, rank: int, seconds: float) -> None:
         """Waits until the other of the two ranks is here, too. It asks the store again and again, as a rank
         that waits in the store itself keeps its connection from all other uses."""
         own, other = f"here/{rank}", f"here/{1 - rank}"
@@ -263,7 +268,7 @@ class _Channel:
         if thread is not None:
             thread.join(seconds)
 
-    def group(self) -> Any:
+    def group(self) -> torch.distributed.ProcessGroup | None:
         """The group of the two ranks, once they are connected."""
         return self._group
 
@@ -296,12 +301,12 @@ class NcclChannels:
     waits for the other of the two in a store; `number` is 0 on the rank that sends, 1 on the one that
     receives."""
 
-    def __init__(self, connect: Callable[[int, int, Callable[..., None]], Any]):
+    def __init__(self, connect: Callable[[int, int, Callable[..., None]], torch.distributed.ProcessGroup]):
         self._connect = connect
         self._lock = threading.Lock()
         self._channels: dict[tuple[int, int], _Channel] = {}
 
-    def begin(self, source: int, target: int, tensors: list[torch.Tensor], call: Call) -> Any:
+    def begin(self, source: int, target: int, tensors: list[torch.Tensor], call: Call) -> dist.Work:
         """Begins a call. Returns Work whose `wait` does as that of NCCL's; while the channel is being
         connected, it also blocks the host until the other rank comes to it."""
         with self._lock:
@@ -317,7 +322,7 @@ class NcclChannels:
         with self._lock:
             return [self._channels[key] for key in sorted(self._channels)]
 
-    def groups(self) -> list[Any]:
+    def groups(self) -> list[torch.distributed.ProcessGroup]:
         """The groups of the channels that are connected."""
         groups = [channel.group() for channel in self._in_order()]
         return [group for group in groups if group is not None]

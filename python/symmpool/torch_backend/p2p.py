@@ -16,7 +16,7 @@ import collections
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,10 @@ from symmpool.communicators.stream_work import SideStream
 from symmpool.communicators.work import Prepared, reason_of
 from symmpool.errors import Error, InvalidArgumentError, InvalidStateError
 from symmpool.torch_backend.work import CopyingWork, TorchWork, is_asked, opaque
+
+if TYPE_CHECKING:
+    from symmpool._symmpool import Communicator
+    from symmpool.groups.types import Timeout
 
 __all__ = ["PointToPoint"]
 
@@ -39,7 +43,7 @@ class PointToPoint:
     """The point-to-point calls of one group. `fallback(channel, tensor)` begins a call that ours does not
     carry: it returns torch's Work, or raises where nothing carries it."""
 
-    def __init__(self, rank: int, size: int, fallback: Any):
+    def __init__(self, rank: int, size: int, fallback: Callable[[Channel, torch.Tensor], dist.Work]):
         self._rank, self._size, self._fallback = rank, size, fallback
         # Held while it is decided what carries a channel, and so while the ranks agree on that.
         self._lock = threading.RLock()
@@ -64,7 +68,7 @@ class PointToPoint:
             and 0 <= peer < self._size
         )
 
-    def begin(self, tensor: torch.Tensor, peer: int, sends: bool) -> tuple[Any, bool]:
+    def begin(self, tensor: torch.Tensor, peer: int, sends: bool) -> tuple[dist.Work, bool]:
         """Begins to send or to receive a tensor. Returns its Work, and whether ours carries it, at once."""
         if peer == self._rank:
             return self._to_self.begin(tensor, sends), True
@@ -94,7 +98,11 @@ class PointToPoint:
         return TorchWork(stream.submit(comm, call, (tensor, peer), [tensor], prepared)), True
 
     def use_communicator(
-        self, exchange: Callable[[str], list[str]], comm: Any, device: int, explain: Any
+        self,
+        exchange: Callable[[str], list[str]],
+        comm: Communicator,
+        device: int,
+        explain: Callable[[TimeoutError], None],
     ) -> None:
         """A communicator carries calls from now on, but on channels that are NCCL's at any rank. `exchange`
         sends the other ranks which are so here ("0>1 2>0"), and returns what all ranks sent. Meanwhile no
@@ -130,7 +138,7 @@ class _SelfChannel:
         self._waiting: collections.deque[tuple[_SelfWork, torch.Tensor, Any]] = collections.deque()
         self._waiting_send = False
 
-    def begin(self, tensor: torch.Tensor, sends: bool) -> Any:
+    def begin(self, tensor: torch.Tensor, sends: bool) -> dist.Work:
         ready = torch.cuda.current_stream(tensor.device).record_event()
         begun = _SelfWork(tensor)
         with self._lock:
@@ -175,11 +183,11 @@ class _SelfWork(dist.Work):
         """The other end was begun, and does not fit."""
         self._failed = error
 
-    def meet(self, done: Any) -> None:
+    def meet(self, done: torch.Event) -> None:
         """The other end was begun, and the data is there behind this event."""
         self._done = done
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         if self._failed is not None:
             raise self._failed
         if self._done is None:

@@ -55,6 +55,8 @@ from symmpool.torch_backend.work import DoneTorchWork, opaque, register
 if TYPE_CHECKING:
     from datetime import timedelta
 
+    import torch
+
 __all__ = ["NAME", "SymmpoolProcessGroup"]
 
 # How many Works of one number a group keeps: more than a forward pass makes.
@@ -93,13 +95,13 @@ class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore
         """The group itself."""
         return self
 
-    def _done(self, results: list[Any], device: Any) -> Any:
+    def _done(self, results: list[torch.Tensor], device: torch.device) -> dist.Work:
         return DoneTorchWork(results, device)
 
-    def _passed(self, work: Any, results: Any) -> Any:
+    def _passed(self, work: Any, results: list[torch.Tensor]) -> dist.Work:
         return work
 
-    def _keep(self, work: Any, results: list[Any]) -> None:
+    def _keep(self, work: Any, results: list[torch.Tensor]) -> None:
         register(work, results)
         if results and results[0].numel() == 1:
             self._small.append(work)
@@ -144,7 +146,7 @@ class SymmpoolProcessGroup(GroupCollectives, dist.ProcessGroup):  # type: ignore
 def _passes(method: str) -> Any:
     """A method for which communicators have nothing, so that a fallback backend serves it."""
 
-    def pass_on(self: SymmpoolProcessGroup, *arguments: Any, **options: Any) -> Any:
+    def pass_on(self: SymmpoolProcessGroup, *arguments: object, **options: object) -> Any:
         return self._pass(method, method, *arguments, **options)
 
     pass_on.__name__ = method

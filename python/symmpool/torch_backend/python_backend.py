@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,11 @@ from symmpool.torch_backend.work import (
     registers,
 )
 
+if TYPE_CHECKING:
+    import torch.distributed
+
+    from symmpool.communicators.entry import CommunicatorEntry
+
 __all__ = ["SymmpoolBackend"]
 
 _profiler_enabled = torch.autograd._profiler_enabled
@@ -53,7 +58,7 @@ _NO_TIMEOUT = datetime.timedelta(0)
 def _refusing(what: str, instead: str) -> Any:
     """A method of torch's backends that ours refuses."""
 
-    def unsupported(self: Any, *arguments: Any, **options: Any) -> Any:
+    def unsupported(self: Any, *arguments: object, **options: object) -> Any:
         raise UnsupportedError(f"symmpool: {what} is not served: {instead}")
 
     return unsupported
@@ -62,7 +67,7 @@ def _refusing(what: str, instead: str) -> Any:
 def _without_work(call: Callable[..., Any]) -> Any:
     """A collective as torch calls it: Work of calls that were made at once is none."""
 
-    def made(self: Any, *arguments: Any) -> Any:
+    def made(self: Any, *arguments: object) -> Any:
         self._sequence += 1
         work = call(self, *arguments)
         return None if work is DONE else work
@@ -76,13 +81,13 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
 
     def __init__(
         self,
-        store: Any,
+        store: torch.distributed.Store,
         rank: int,
         size: int,
         timeout: Any,
         options: Any = None,
         name: str | None = None,
-        group: Any = None,
+        group: torch.distributed.ProcessGroup | None = None,
     ):
         """`name` is torch's for the group, and `group` torch's object. Without it the backend looks for the
         group at its first call, when torch has one for it."""
@@ -100,13 +105,13 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         if group is not None:
             self._belong_to(group)
 
-    def _belong_to(self, group: Any) -> None:
+    def _belong_to(self, group: torch.distributed.ProcessGroup) -> None:
         self._group, self._id = weakref.ref(group), id(group)
         process_groups.know_backend(group, self)
         self.begin_anew()
 
     @property
-    def key(self) -> Any:
+    def key(self) -> torch.distributed.ProcessGroup:
         """torch's process group, above this backend."""
         found = None if self._group is None else self._group()
         if found is None:
@@ -118,7 +123,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
             self._belong_to(found)
         return found
 
-    def _done(self, results: list[Any], device: Any) -> Any:
+    def _done(self, results: list[torch.Tensor], device: torch.device) -> Any:
         if not registers():
             return DONE
         # torch registers what is returned, and reads it where it waits.
@@ -126,10 +131,10 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         note_registered(work)
         return work
 
-    def _passed(self, work: Any, results: Any) -> Any:
+    def _passed(self, work: Any, results: list[torch.Tensor]) -> Any:
         return PassedWork(work) if type(work) is dist.Work else work
 
-    def _keep(self, work: Any, results: list[Any]) -> None:
+    def _keep(self, work: Any, results: list[torch.Tensor]) -> None:
         note_registered(work)
 
     def getBackendName(self) -> str:
@@ -183,19 +188,19 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
     get_reconfigure_handle = _refusing("get_reconfigure_handle", "ranks of a group are not replaced")
     merge = _refusing("merge_remote_group", "make a group of all ranks")
 
-    def eager_connect_single_device(self, device: Any) -> None:
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Does nothing: ranks meet at the group's first call."""
 
-    def perform_nocolor_split(self, device: Any) -> None:
+    def perform_nocolor_split(self, device: torch.device) -> None:
         """Does nothing: ranks outside of a new group have no part in it."""
 
-    def supports_tensor_alloc(self, device: Any) -> bool:
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether the group has memory that its calls are the fastest in."""
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
         there = self._fallbacks.backend_for(device)
         return there is not None and there.supports_tensor_alloc(device)
 
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: Any) -> torch.Tensor:
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor in the group's windows, or as the fallback backend has it."""
         there = self._fallbacks.backend_for(torch.device(device))
         if there is None:
@@ -248,7 +253,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
 
     # Groups of some of the ranks.
 
-    def split(self, store: Any, ranks: Any, opts: Any) -> Any:
+    def split(self, store: torch.distributed.Store, ranks: Any, opts: Any) -> Any:
         """The backend of a group of some of the ranks, by their numbers here; None on other ranks."""
         return membership.split(self, SymmpoolBackend, store, list(ranks), opts)
 
@@ -309,7 +314,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         work = GroupCollectives.broadcast(self, tensors, opts)
         return None if work is DONE else work
 
-    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """Gathers all ranks' `input` in `output`, which has as many times its elements as there are ranks."""
         self._sequence += 1
         entry = self._ready(output, opts)
@@ -323,7 +328,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         work = GroupCollectives.all_gather_single(self, output, input, opts)
         return None if work is DONE else work
 
-    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         """Reduces all ranks' `input`, and leaves this rank's part of it in `output`."""
         self._sequence += 1
         entry = self._ready(output, opts)
@@ -338,7 +343,12 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         return None if work is DONE else work
 
     def all_to_all_single(
-        self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
     ) -> Any:
         """Exchanges parts of one tensor. Splits are elements of the first dimension; empty ones are equal
         parts."""

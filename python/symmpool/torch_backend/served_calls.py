@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,12 @@ from symmpool.errors import InvalidArgumentError, TimeoutError
 from symmpool.torch_backend.counts import note
 from symmpool.torch_backend.served_devices import NAME, number_of
 from symmpool.torch_backend.work import TorchWork, joined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from symmpool.collectives.plans import Plan
+    from symmpool.communicators.entry import CommunicatorEntry
 
 __all__ = ["ServedCalls"]
 
@@ -31,10 +37,10 @@ class ServedCalls:
         operation: str,
         opts: Any,
         tensor: torch.Tensor,
-        planner: Any,
-        *given: Any,
+        planner: Callable[..., Plan],
+        *given: object,
         recorded: bool = False,
-    ) -> Any:
+    ) -> dist.Work | None:
         """Makes a call of ours on a tensor's device, by what the planner makes of `given`. Returns its Work;
         None where the device is not served, which the first call finds out. `operation` is the call's name in
         torch.distributed, under which torch's profiler shows it, as "symmpool:all_reduce"."""
@@ -72,7 +78,12 @@ class ServedCalls:
         return self._done(results, tensor.device)
 
     def _run_one(
-        self: Any, operation: str, tensors: list[torch.Tensor], opts: Any, planner: Any, *given: Any
+        self: Any,
+        operation: str,
+        tensors: list[torch.Tensor],
+        opts: Any,
+        planner: Callable[..., Plan],
+        *given: object,
     ) -> dist.Work:
         """Makes a call on one tensor, which the planner is given first. Torch passes a list of it."""
         work = None
@@ -80,7 +91,7 @@ class ServedCalls:
             work = self._run(operation, opts, tensors[0], planner, tensors[0], *given)
         return work if work is not None else self._pass(operation, operation, tensors, opts)
 
-    def _run_each(self: Any, operation: str, opts: Any, calls: list[tuple[Any, ...]]) -> Any:
+    def _run_each(self: Any, operation: str, opts: Any, calls: list[tuple[Any, ...]]) -> dist.Work | None:
         """Makes several calls, each given as a planner and its arguments, a tensor first. Returns one Work,
         or None as `_run` does. Where a plan is refused no call is made: the other ranks come to the first
         call, or begin all of them."""
@@ -101,7 +112,9 @@ class ServedCalls:
             return None
         return joined(works + [self._run(operation, opts, tensor, _as_it_is, plan) for plan in made[1:]])
 
-    def _entry(self: Any, device: torch.device, call: str, arguments: tuple[Any, ...] | None) -> Any:
+    def _entry(
+        self: Any, device: torch.device, call: str, arguments: tuple[object, ...] | None
+    ) -> CommunicatorEntry | None:
         """Returns the entry that serves a call on a device; None where a fallback backend does. Arguments,
         where they were not checked yet, are checked before a first call, which meets the other ranks."""
         if arguments is not None and not self._served.is_known(device) and self.may_serve(device):
@@ -151,6 +164,6 @@ class ServedCalls:
         return tensor.layout is torch.strided and self._moves(tensor)
 
 
-def _as_it_is(plan: Any) -> Any:
+def _as_it_is(plan: Plan) -> Any:
     """A planner for what was planned."""
     return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,11 @@ from symmpool.communicators.entry import explainer
 from symmpool.errors import Error, TimeoutError
 from symmpool.groups import agreement, declined_calls, process_groups, resolution
 from symmpool.torch_backend import subgroups
+
+if TYPE_CHECKING:
+    from symmpool.communicators.entry import CommunicatorEntry
+    from symmpool.torch_backend.group_state import GroupState
+    from symmpool.torch_backend.p2p import PointToPoint
 
 __all__ = ["NAME", "ServedDevices", "number_of"]
 
@@ -35,7 +40,7 @@ class ServedDevices:
     """Whether communicators of ours serve a group, by device. Methods take the group of ours, which this does
     not keep: a group that the program lets go of is to go at once, with its store."""
 
-    def __init__(self, seconds: float, p2p: Any):
+    def __init__(self, seconds: float, p2p: PointToPoint):
         """`seconds` is the group's timeout; `p2p` takes the communicator on CUDA once there is one."""
         self._p2p = p2p
         self.seconds = seconds
@@ -56,23 +61,23 @@ class ServedDevices:
         self.ended = True
         self.known.clear()
 
-    def raise_at_end(self, group: Any) -> None:
+    def raise_at_end(self, group: GroupState) -> None:
         """Raises InvalidStateError once the group has ended, and in a forked child."""
         if self.is_lost:
             raise forks.error("a process group")
         if self.ended:
             raise resolution.ended(group.key)
 
-    def may_serve(self, group: Any, device: torch.device) -> bool:
+    def may_serve(self, group: GroupState, device: torch.device) -> bool:
         """Whether `serves` may be True, as far as is known here. Talks to nobody."""
         known = self.known.get(number_of(device))
         return not self.ended and _is_named(group, device.type) if known is None else known
 
-    def is_named(self, group: Any, device: torch.device) -> bool:
+    def is_named(self, group: GroupState, device: torch.device) -> bool:
         """Whether the program named ours for such devices, which is the same on all ranks at any time."""
         return _is_named(group, device.type)
 
-    def serves(self, group: Any, device: torch.device) -> bool:
+    def serves(self, group: GroupState, device: torch.device) -> bool:
         """Whether every rank has a communicator of ours there. The first call is collective."""
         number = number_of(device)
         found = self.known.get(number)
@@ -90,12 +95,12 @@ class ServedDevices:
         """Whether the ranks have agreed on the device, or the group has ended."""
         return self.ended or self.is_lost or number_of(device) in self.known
 
-    def entry(self, group: Any, device: torch.device) -> Any:
+    def entry(self, group: GroupState, device: torch.device) -> CommunicatorEntry | None:
         """Returns the entry that serves calls on a device; None where ours does not. The first call is
         collective."""
         return cache.look_up(None, group.key, number_of(device)) if self.serves(group, device) else None
 
-    def _agree(self, group: Any, number: int) -> bool:
+    def _agree(self, group: GroupState, number: int) -> bool:
         name = "cpu" if number < 0 else f"cuda:{number}"
         # Without the device's number: ranks use different ones.
         kind = "cpu" if number < 0 else "cuda"
@@ -141,7 +146,7 @@ class ServedDevices:
             self._choose_channels(group, number, first)
         return not refusals
 
-    def _choose_channels(self, group: Any, number: int, first: str) -> None:
+    def _choose_channels(self, group: GroupState, number: int, first: str) -> None:
         """All ranks have a communicator, which carries point-to-point calls from now on, but on channels that
         one of the ranks has begun to use before."""
         entry = cache.look_up(None, group.key, number)
@@ -154,6 +159,6 @@ class ServedDevices:
         self._p2p.use_communicator(exchange, entry.comm, number, explainer(entry))
 
 
-def _is_named(group: Any, kind: str) -> bool:
+def _is_named(group: GroupState, kind: str) -> bool:
     """Whether `init_process_group` named ours for such devices: it may name several backends."""
     return process_groups.backends_of(group.key).get(kind, NAME) == NAME

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ import torch.distributed as dist
 from symmpool.communicators import subgroups
 from symmpool.errors import TimeoutError
 from symmpool.groups import agreement, process_groups
+
+if TYPE_CHECKING:
+    from symmpool.torch_backend.group_state import GroupState
 
 __all__ = ["Within", "is_default", "run_within"]
 
@@ -38,7 +41,7 @@ class Within:
     may_share: bool = True
 
 
-def is_default(group: Any) -> bool:
+def is_default(group: dist.ProcessGroup) -> bool:
     """Whether a group is torch's default one."""
     return dist.is_initialized() and dist.group.WORLD is group
 
@@ -59,7 +62,7 @@ def run_within(name: str | None) -> tuple[Within | None, str | None]:
     return Within(weakref.ref(default), f"{name}#{count}"), f"{ours._fallbacks.run}.{count}"
 
 
-def make(group: Any, what: str, seconds: float, first: str) -> bool:
+def make(group: GroupState, what: str, seconds: float, first: str) -> bool:
     """Makes what serves a group on the CPU in the default group's memory, behind a barrier of its ranks.
     False where they meet in the store, as they do from then on. Raises TimeoutError, with `ranks`, where some
     do not come to `first`."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from symmpool.groups import process_groups
 from symmpool.torch_backend.work import asked_through
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["close"]
 
@@ -63,7 +66,7 @@ def _of_work(name: str, theirs: Callable[..., Any], get_future: Callable[..., An
 
 def _gather_single(theirs: Callable[..., Any]) -> Any:
     @functools.wraps(theirs)
-    def gather_single(self: Any, output: Any, input: Any, opts: Any = None) -> Any:
+    def gather_single(self: Any, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         ours = process_groups.ours(self)
         given = () if opts is None else (opts,)
         if ours is None:
@@ -75,7 +78,7 @@ def _gather_single(theirs: Callable[..., Any]) -> Any:
 
 def _split_group(theirs: Callable[..., Any]) -> Any:
     @functools.wraps(theirs)
-    def split_group(self: Any, ranks: Any, *arguments: Any, **options: Any) -> Any:
+    def split_group(self: Any, ranks: Any, *arguments: object, **options: object) -> Any:
         ours = process_groups.ours(self)
         if ours is not None and self.rank() not in ranks:
             ours._served.raise_at_end(ours)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,11 @@ from torch._C import _distributed_c10d as c10d
 from symmpool.communicators import torch_state
 from symmpool.errors import TimeoutError
 from symmpool.torch_backend.futures import for_caller
+
+if TYPE_CHECKING:
+    from symmpool.communicators.work import Work
+    from symmpool.groups.types import Timeout
+    from symmpool.torch_backend.mailbox import PendingMessage
 
 __all__ = [
     "DONE",
@@ -49,7 +54,7 @@ class _Asked(threading.local):
 _asked = _Asked()
 
 
-def is_asked(work: Any) -> bool:
+def is_asked(work: dist.Work) -> bool:
     """Whether `asked_through` looks for Work, which needs no future then."""
     if _asked.works is None:
         return False
@@ -57,7 +62,7 @@ def is_asked(work: Any) -> bool:
     return True
 
 
-def asked_through(work: Any, get_future: Callable[[Any], Any]) -> Any:
+def asked_through(work: dist.Work, get_future: Callable[[Any], Any]) -> Any:
     """The Work of ours that torch's Work stands for; None for another backend's. What torch makes of Work of
     a backend in Python passes on `wait` and `get_future` alone, of which this is given torch's own."""
     asked: list[Any] = []
@@ -93,11 +98,11 @@ def opaque(owner: Any) -> Any:
 class TorchWork(dist.Work):
     """Work of ours, for callers that are C++."""
 
-    def __init__(self, work: Any):
+    def __init__(self, work: Work | dist.Work | PendingMessage):
         super().__init__()
-        self._work = work
+        self._work: Any = work
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Waits as the Work that it stands for. Tensors that torch would wait for are waited for no more."""
         if is_let_go(self):
             return True
@@ -120,7 +125,7 @@ class TorchWork(dist.Work):
         """Whether the call is over and did not fail. It never waits."""
         return self._work.is_success()
 
-    def exception(self) -> Any:
+    def exception(self) -> BaseException | None:
         """The call's error, else None. It never waits."""
         return self._work.exception()
 
@@ -139,11 +144,11 @@ class TorchWork(dist.Work):
 class BarrierWork(TorchWork):
     """Work of a barrier. Whoever waits for it waits on the host, as for NCCL's: all ranks have come then."""
 
-    def __init__(self, work: Any, synchronize: Callable[[], None]):
+    def __init__(self, work: Work, synchronize: Callable[[], None]):
         super().__init__(work)
         self._synchronize = synchronize
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Waits for the barrier; the host waits for the device too, as with NCCL's."""
         done = super().wait(timeout)
         self._synchronize()
@@ -158,13 +163,13 @@ def register(work: TorchWork, tensors: Iterable[torch.Tensor]) -> None:
             c10d._register_work(tensor, work)
 
 
-def note_registered(work: Any) -> None:
+def note_registered(work: dist.Work) -> None:
     """Notes Work that torch registers itself: that of a backend which it calls."""
     if registers():
         _registered.add(work)
 
 
-def is_let_go(work: Any) -> bool:
+def is_let_go(work: dist.Work) -> bool:
     """Whether torch lets go of Work, and is not to wait for it."""
     if _popped.works is None:
         return False
@@ -172,7 +177,7 @@ def is_let_go(work: Any) -> bool:
     return True
 
 
-def unregister(work: Any, tensors: Iterable[torch.Tensor]) -> None:
+def unregister(work: dist.Work, tensors: Iterable[torch.Tensor]) -> None:
     """Takes back what `register` did, once the Work was waited for. Torch has a way only for all Work of a
     tensor, so that of later calls is registered again."""
     if work not in _registered:
@@ -195,11 +200,11 @@ def unregister(work: Any, tensors: Iterable[torch.Tensor]) -> None:
 class DoneTorchWork(dist.Work):
     """Work that was done, or put on the current stream, before the call returned."""
 
-    def __init__(self, results: list[Any], device: torch.device):
+    def __init__(self, results: list[torch.Tensor], device: torch.device):
         super().__init__()
         self._results, self._device = results, device
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Returns True at once."""
         return True
 
@@ -214,7 +219,7 @@ class DoneTorchWork(dist.Work):
         """True."""
         return True
 
-    def exception(self) -> Any:
+    def exception(self) -> BaseException | None:
         """None."""
         return None
 
@@ -236,7 +241,7 @@ class DoneTorchWork(dist.Work):
 class RegisteredTorchWork(DoneTorchWork):
     """`DoneTorchWork` that torch has registered. (That of a barrier stays so: its tensor is torch's own.)"""
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Returns True at once. Tensors that torch would wait for are waited for no more."""
         if not is_let_go(self):
             unregister(self, self._results)
@@ -249,13 +254,19 @@ class CopyingWork(TorchWork):
     they belong, once: gloo's receives come to an end by nothing else. `late()` says what may have been
     wrong where a message has not come in time."""
 
-    def __init__(self, work: Any, finish: Callable[[], None] | None, results: Any, late: Any = None):
+    def __init__(
+        self,
+        work: dist.Work,
+        finish: Callable[[], None] | None,
+        results: list[torch.Tensor],
+        late: Callable[[], str] | None = None,
+    ):
         super().__init__(work)
         self._finish, self._late = finish, late
         self._results = results
         self._lock = threading.Lock()
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Waits for the call, and copies its results to where the program wants them, once. Raises
         TimeoutError."""
         try:
@@ -271,7 +282,7 @@ class CopyingWork(TorchWork):
                 finish()
         return done
 
-    def result(self) -> Any:
+    def result(self) -> list[torch.Tensor]:
         """Waits, and returns the tensors of the program."""
         self.wait()
         return self._results
@@ -284,7 +295,7 @@ class CopyingWork(TorchWork):
         if is_asked(self):
             return torch.futures.Future()
 
-        def copied(_: Any) -> Any:
+        def copied(_: object) -> Any:
             self.wait()
             return self._results
 
@@ -295,11 +306,11 @@ class CopyingWork(TorchWork):
 class JoinedWork(dist.Work):
     """Work of several calls, which were begun in this order."""
 
-    def __init__(self, works: list[Any]):
+    def __init__(self, works: list[dist.Work]):
         super().__init__()
         self._works = works
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         waited = [work.wait(*(() if timeout is None else (timeout,))) for work in self._works]
         return all(waited)
 
@@ -312,7 +323,7 @@ class JoinedWork(dist.Work):
     def is_success(self) -> bool:
         return all(work.is_success() for work in self._works)
 
-    def exception(self) -> Any:
+    def exception(self) -> BaseException | None:
         return next((error for error in (work.exception() for work in self._works) if error), None)
 
     def result(self) -> list[torch.Tensor]:
@@ -329,7 +340,7 @@ class JoinedWork(dist.Work):
 class PassedWork(TorchWork):
     """Work of a fallback backend as it is, for torch, which would show a program what passes on little."""
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: Timeout = None) -> bool:
         """Waits as the Work that it stands for, whose own `wait` takes no None."""
         return self._work.wait() if timeout is None else self._work.wait(timeout)
 
@@ -345,7 +356,7 @@ class PassedWork(TorchWork):
 DONE = DoneTorchWork([], torch.device("cpu"))
 
 
-def joined(works: list[Any]) -> Any:
+def joined(works: list[dist.Work]) -> dist.Work:
     """Work of several calls, of one at least."""
     left = [work for work in works if work is not DONE]
     if not left:

@@ -4,11 +4,16 @@ and in one."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from symmpool.bench.training import models
+
+if TYPE_CHECKING:
+    import argparse
+
+    from symmpool.bench.training.turn_ranks import TurnRanks
 
 __all__ = ["MODES", "Decoding"]
 
@@ -20,7 +25,9 @@ class Decoding:
     """A model with the tensor parallelism of its own plan, a prompt that it has read, and a static cache.
     `fused` is as for `compile_options`."""
 
-    def __init__(self, kind: str, turn_ranks: Any, options: Any, fused: str | None = None):
+    def __init__(
+        self, kind: str, turn_ranks: TurnRanks, options: argparse.Namespace, fused: str | None = None
+    ):
         from torch.distributed.device_mesh import init_device_mesh
         from transformers import LlamaForCausalLM, StaticCache
         from transformers.distributed import DistributedConfig
@@ -90,7 +97,7 @@ class Decoding:
         else:
             self.graph.replay()
 
-    def numbers(self, _: Any) -> list[float]:
+    def numbers(self, _: object) -> list[float]:
         """Logits of some steps, which libraries should share."""
         return self.logits[:: max(1, len(self.logits) // 8)].flatten().tolist()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+if TYPE_CHECKING:
+    import argparse
 
 __all__ = ["Llama"]
 
@@ -30,7 +33,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, shared * self.size, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, hidden_states: torch.Tensor, rotation: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         # With parallel projections a rank has some of the heads.
         shape = (*hidden_states.shape[:2], -1, self.size)
         q, k, v = (
@@ -42,7 +45,7 @@ class Attention(nn.Module):
         return self.o_proj(seen.transpose(1, 2).flatten(2))
 
 
-def turned(x: torch.Tensor, rotation: Any) -> torch.Tensor:
+def turned(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding."""
     cos, sin = rotation
     left, right = x.chunk(2, -1)
@@ -61,20 +64,20 @@ class Hidden(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, options: Any):
+    def __init__(self, options: argparse.Namespace):
         super().__init__()
         self.input_layernorm = Norm(options.width)
         self.self_attn = Attention(options.width, options.heads, options.shared_heads)
         self.post_attention_layernorm = Norm(options.width)
         self.mlp = Hidden(options.width, options.hidden)
 
-    def forward(self, x: torch.Tensor, rotation: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         x = x + self.self_attn(hidden_states=self.input_layernorm(x), rotation=rotation)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Model(nn.Module):
-    def __init__(self, options: Any):
+    def __init__(self, options: argparse.Namespace):
         super().__init__()
         self.size = options.width // options.heads
         self.embed_tokens = nn.Embedding(options.vocabulary, options.width)
@@ -95,7 +98,7 @@ class Model(nn.Module):
 class Llama(nn.Module):
     """Takes tokens and returns logits. `options` are those of `bench training`."""
 
-    def __init__(self, options: Any):
+    def __init__(self, options: argparse.Namespace):
         super().__init__()
         self.model = Model(options)
         self.lm_head = nn.Linear(options.width, options.vocabulary, bias=False)

@@ -6,9 +6,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    import argparse
 
 __all__ = ["compile_options", "has_transformers", "logits_of", "made"]
 
@@ -19,7 +22,7 @@ def has_transformers() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def made(options: Any, device: Any) -> Any:
+def made(options: argparse.Namespace, device: torch.device) -> Any:
     """A new model on the device."""
     dtype = getattr(torch, options.dtype_name)
     torch.manual_seed(SEED)
@@ -63,7 +66,7 @@ def compile_options(fused: str | None) -> dict[str, Any]:
     return {}
 
 
-def logits_of(output: Any) -> Any:
+def logits_of(output: torch.Tensor) -> Any:
     """The logits among what a model returned."""
     return output if isinstance(output, torch.Tensor) else output.logits
 

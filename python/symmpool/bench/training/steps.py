@@ -5,17 +5,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from symmpool.bench.training import models
 
+if TYPE_CHECKING:
+    import argparse
+
+    from symmpool.bench.training.turn_ranks import TurnRanks
+
 __all__ = ["KINDS", "Training"]
 
 
-def fully_sharded(model: Any, turn_ranks: Any, options: Any) -> Any:
+def fully_sharded(model: Any, turn_ranks: TurnRanks, options: argparse.Namespace) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -25,14 +30,14 @@ def fully_sharded(model: Any, turn_ranks: Any, options: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def data_parallel(model: Any, turn_ranks: Any, options: Any) -> Any:
+def data_parallel(model: Any, turn_ranks: TurnRanks, options: argparse.Namespace) -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     devices = [turn_ranks.device.index] if turn_ranks.on_cuda else None
     return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
-def tensor_parallel(model: Any, turn_ranks: Any, options: Any) -> Any:
+def tensor_parallel(model: Any, turn_ranks: TurnRanks, options: argparse.Namespace) -> Any:
     """Norms and what is added to work on parts of the sequence, projections on parts of the heads and of the
     hidden units. The embedding gives whole sequences, which the first layer takes its part of, as Hugging
     Face's model makes positions and masks of what the embedding returns."""
@@ -110,7 +115,9 @@ KINDS: dict[str, tuple[Callable[..., Any], bool]] = {
 class Training:
     """A model, its optimizer and its data, for one round. `fused` is as for `compile_options`."""
 
-    def __init__(self, kind: str, turn_ranks: Any, options: Any, fused: str | None = None):
+    def __init__(
+        self, kind: str, turn_ranks: TurnRanks, options: argparse.Namespace, fused: str | None = None
+    ):
         wrap, self.same_tokens = KINDS[kind]
         self.turn_ranks, self.options = turn_ranks, options
         model = models.made(options, turn_ranks.device)

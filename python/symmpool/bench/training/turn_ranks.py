@@ -8,7 +8,12 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
 
 __all__ = ["TurnRanks"]
 
@@ -16,7 +21,7 @@ __all__ = ["TurnRanks"]
 class TurnRanks:
     """The ranks of a turn, for as long as it lasts. Its keys in the store have the turn's name."""
 
-    def __init__(self, torch: Any, device: Any, timeout: float, turn: str):
+    def __init__(self, torch: ModuleType, device: torch.device, timeout: float, turn: str):
         from torch.distributed.rendezvous import rendezvous
 
         self.torch, self.dist, self.device = torch, torch.distributed, device
@@ -35,7 +40,7 @@ class TurnRanks:
         if self.on_cuda:
             self.torch.cuda.synchronize()
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Every rank's value, in rank order, by way of JSON. Ranks leave at about one time."""
         self._gathers += 1
         key = f"gather/{self._gathers}"

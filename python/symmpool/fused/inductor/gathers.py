@@ -6,7 +6,7 @@ front, which costs copies where that is not the first one."""
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -138,7 +138,7 @@ def _is_used_by_others(node: Node, matmuls: list[Node]) -> bool:
     )
 
 
-def _is_there(node: Any, order: dict[Node, int], here: int) -> bool:
+def _is_there(node: object, order: dict[Node, int], here: int) -> bool:
     """Whether a right matrix is there at a place of the graph, or is a view of what is there."""
     if not isinstance(node, Node):
         return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -110,7 +110,7 @@ def _fits(total: Node, residual: Node | None, weight: Node) -> bool:
     return True
 
 
-def _only(node: Node | None, target: Any) -> Node | None:
+def _only(node: Node | None, target: object) -> Node | None:
     """The one user of a node, if there is one and it calls `target`."""
     users = list(node.users) if node is not None else []
     targets = target if isinstance(target, tuple) else (target,)

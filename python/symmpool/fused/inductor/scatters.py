@@ -101,7 +101,7 @@ def _split(given: Any, world: int) -> tuple[Any, int]:
     return (whole, dim % value.dim()) if is_only else (given, 0)
 
 
-def _matmuls(node: Any) -> list[Node] | None:
+def _matmuls(node: object) -> list[Node] | None:
     """The matmuls whose sum a node is, in the order in which they are added. None if it is no such sum, or
     somebody else needs it or a part of it."""
     if not isinstance(node, Node) or len(node.users) != 1:
