@@ -172,7 +172,11 @@ impl Nccl {
     }
 
     /// Makes a window of `bytes` of this rank at `address`. Collective in NCCL.
-    pub(crate) fn register(
+    ///
+    /// # Safety
+    ///
+    /// You must pass memory that is mapped for as long as the window is registered.
+    pub(crate) unsafe fn register(
         self,
         comm: NcclComm,
         address: u64,
@@ -186,8 +190,8 @@ impl Nccl {
         let mut window: *mut c_void = null_mut();
         let pointer = address as *mut c_void;
         let at = &raw mut window;
-        // SAFETY: the communicator is live (`NcclComm::new`), NCCL maps the memory
-        // for its peers and touches none of it by itself, and the window is written through a valid pointer.
+        // SAFETY: the communicator is live (`NcclComm::new`), and the caller promised that the memory stays mapped. NCCL maps it
+        // for its peers and touches none of it by itself. The window is written through a valid pointer.
         let code = unsafe { register(comm.raw(), pointer, bytes as usize, at, SYMMETRIC) };
         self.finished(code, comm, deadline, doing)?;
         if window.is_null() {
@@ -202,7 +206,11 @@ impl Nccl {
     }
 
     /// Deregisters a window.
-    pub(crate) fn deregister(
+    ///
+    /// # Safety
+    ///
+    /// You must pass a window that `register` has made of this communicator, and that was deregistered by nobody.
+    pub(crate) unsafe fn deregister(
         self,
         comm: NcclComm,
         window: NcclWindow,
@@ -211,8 +219,7 @@ impl Nccl {
         let deregister = self.0.deregister.ok_or_else(|| {
             Error::unsupported(format!("{} has no ncclCommWindowDeregister", self.0.name))
         })?;
-        // SAFETY: both are live: a window is deregistered once, before its communicator is destroyed
-        // (`NcclComm::new`).
+        // SAFETY: the communicator is live (`NcclComm::new`), and the caller promised a window of it that is registered.
         let code = unsafe { deregister(comm.raw(), window.0 as *mut c_void) };
         self.finished(code, comm, deadline, || "ncclCommWindowDeregister".to_owned())
     }

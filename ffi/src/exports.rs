@@ -6,15 +6,21 @@
 use std::ffi::{c_int, c_void};
 
 use crate::guard::guarded;
+use crate::on;
 use crate::slots::{self, Slot};
 
 /// `void *alloc(ssize_t size, int device, cudaStream_t stream)`
-type AllocFunction = extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
+type AllocFunction = unsafe extern "C" fn(isize, c_int, *mut c_void) -> *mut c_void;
 /// `void free(void *ptr, size_t size, int device, cudaStream_t stream)`
 type FreeFunction = extern "C" fn(*mut c_void, usize, c_int, *mut c_void);
 
-fn alloc(slot: usize, size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
-    let work = || slots::alloc(slot, size, device, stream as u64).map(|at| at as *mut c_void);
+/// # Safety
+///
+/// You must pass NULL or a stream that lives as [`Stream::from_raw`](symmpool_allocator::Stream::from_raw) says.
+unsafe fn alloc(slot: usize, size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+    // SAFETY: the caller promised NULL or such a stream.
+    let stream = unsafe { on(stream) };
+    let work = || slots::alloc(slot, size, device, stream).map(|at| at as *mut c_void);
     guarded(work, |_| std::ptr::null_mut())
 }
 
@@ -35,12 +41,14 @@ macro_rules! exports {
         /// The functions of all slots, in order.
         static FUNCTIONS: [(AllocFunction, FreeFunction); slots::SLOTS] = [$({
             #[unsafe(export_name = concat!("symmpool_alloc_", $slot))]
-            extern "C" fn alloc_here(
+            unsafe extern "C" fn alloc_here(
                 size: isize,
                 device: c_int,
                 stream: *mut c_void,
             ) -> *mut c_void {
-                alloc($slot, size, device, stream)
+                // SAFETY: torch passes streams of its own, which live as long as the process, and other callers promise the
+                // same of theirs.
+                unsafe { alloc($slot, size, device, stream) }
             }
             #[unsafe(export_name = concat!("symmpool_free_", $slot))]
             extern "C" fn free_here(
@@ -72,7 +80,7 @@ mod tests {
 
     use symmpool_allocator::lane::LaneConfig;
     use symmpool_allocator::testing::in_child;
-    use symmpool_allocator::{Driver, Error, Group, Pool};
+    use symmpool_allocator::{Driver, Error, Group, Pool, Stream};
 
     use super::*;
     use crate::guard::lock;
@@ -98,7 +106,8 @@ mod tests {
     }
 
     fn call(slot: usize, size: isize) -> *mut c_void {
-        FUNCTIONS[slot].0(size, 0, std::ptr::null_mut())
+        // SAFETY: NULL is the default stream.
+        unsafe { FUNCTIONS[slot].0(size, 0, std::ptr::null_mut()) }
     }
 
     fn give(slot: usize, pointer: *mut c_void) {
@@ -199,14 +208,16 @@ mod tests {
         let n = slot.index();
         let block = call(n, 4096);
         // A lane remembers 64 streams, of which the block's own is the first: 1 is another name for the default stream.
-        let record = |stream| slots::record_stream(n, block as u64, stream);
+        // SAFETY: host memory has no streams, so none of these handles is used.
+        let stream = |raw| unsafe { Stream::from_raw(raw) };
+        let record = |raw| slots::record_stream(n, block as u64, stream(raw));
         assert!((1..65).all(|stream| record(stream).is_ok()));
         assert!(record(65).unwrap_err().is_invalid_argument());
         give(n, block);
         assert!(slot.take_failure().unwrap().is_invalid_state());
         assert_eq!((slot.live(), pool.commit().unwrap().blocks_returned), (0, 0));
         assert_ne!(call(n, 4096), block);
-        assert!(slots::record_stream(n, 8, 1).unwrap_err().is_invalid_argument());
+        assert!(slots::record_stream(n, 8, stream(1)).unwrap_err().is_invalid_argument());
         assert!(slots::is_on(n, 0) && slots::is_on(n, 5), "host memory serves any device");
     }
 
@@ -216,9 +227,9 @@ mod tests {
             |error: Error| error.is_invalid_state() && error.to_string().contains("forked from it");
         let (n, address) = (slot.index(), block as u64);
         let refusals = [
-            slots::alloc(n, 1, 0, 0).map(drop),
+            slots::alloc(n, 1, 0, Stream::DEFAULT).map(drop),
             slots::free(n, address),
-            slots::record_stream(n, address, 1),
+            slots::record_stream(n, address, Stream::numbered(1)),
         ];
         let others = [
             call(n, 1).is_null(),

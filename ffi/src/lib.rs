@@ -23,12 +23,17 @@ pub mod process;
 pub mod slots;
 mod sync;
 
+use std::ffi::c_void;
+
 pub use guard::Status;
 use symmpool_allocator::Stream;
 
-/// The stream of a handle that an allocator's caller passed.
-fn named(stream: u64) -> Stream {
-    // SAFETY: torch and other callers of the exported functions pass live streams. Torch's streams live as long as the
-    // process, and other callers promise the same of theirs.
-    unsafe { Stream::from_raw(stream) }
+/// The stream of a handle that C code passed.
+///
+/// # Safety
+///
+/// You must pass NULL or a stream that lives as [`Stream::from_raw`] says.
+unsafe fn on(stream: *mut c_void) -> Stream {
+    // SAFETY: the caller promised NULL, or a stream that lives as `Stream::from_raw` says.
+    unsafe { Stream::from_raw(stream as u64) }
 }

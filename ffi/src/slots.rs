@@ -14,9 +14,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{PoisonError, TryLockError};
 
 use symmpool_allocator::lane::at_site;
-use symmpool_allocator::{Error, Lane, Pool, ProcessId, Result};
+use symmpool_allocator::{Error, Lane, Pool, ProcessId, Result, Stream};
 
-use crate::named;
 use crate::sync::{AtomicU64, Mutex, MutexGuard, mutant, word};
 
 /// The number of slots.
@@ -119,7 +118,7 @@ impl SlotPlace {
         drop(unused);
     }
 
-    fn alloc(&self, index: usize, size: isize, device: i32, stream: u64) -> Result<u64> {
+    fn alloc(&self, index: usize, size: isize, device: i32, stream: Stream) -> Result<u64> {
         let mut slot = self.lock(index)?;
         let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
         let placed = bound.alloc(index, size, device, stream);
@@ -221,7 +220,7 @@ impl fmt::Debug for Slot {
 }
 
 /// Allocates through a slot. An error is kept in the slot too.
-pub(crate) fn alloc(index: usize, size: isize, device: i32, stream: u64) -> Result<u64> {
+pub(crate) fn alloc(index: usize, size: isize, device: i32, stream: Stream) -> Result<u64> {
     TABLE[index].alloc(index, size, device, stream)
 }
 
@@ -234,7 +233,7 @@ pub(crate) fn free(index: usize, address: u64) -> Result<()> {
 }
 
 impl Bound {
-    fn alloc(&self, index: usize, size: isize, device: i32, stream: u64) -> Result<u64> {
+    fn alloc(&self, index: usize, size: isize, device: i32, stream: Stream) -> Result<u64> {
         if self.retired {
             return Err(Error::invalid_state(format!(
                 "symmpool_alloc_{index}: the slot was released; it only frees what it allocated before"
@@ -252,7 +251,7 @@ impl Bound {
             )));
         }
         // The code that asked torch for memory is not known here, so no call site is recorded.
-        let alloc = || self.lane.try_alloc_bytes(bytes, ALIGN, named(stream));
+        let alloc = || self.lane.try_alloc_bytes(bytes, ALIGN, stream);
         let block = at_site(None, alloc)?;
         Ok(block.into_address())
     }
@@ -306,10 +305,10 @@ pub(crate) fn owner(address: u64) -> Result<Option<usize>> {
 }
 
 /// Records that a block is used on another stream (rule D4). If that fails, the block's memory is never reused.
-pub(crate) fn record_stream(index: usize, address: u64, stream: u64) -> Result<()> {
+pub(crate) fn record_stream(index: usize, address: u64, stream: Stream) -> Result<()> {
     let mut slot = TABLE[index].lock(index)?;
     let Some(bound) = slot.as_mut() else { return Err(not_bound(index)) };
-    let recorded = bound.lane.record_stream_address(address, named(stream));
+    let recorded = bound.lane.record_stream_address(address, stream);
     recorded.inspect_err(|error| {
         if bound.live.contains(&address) {
             bound.stuck.insert(address);
@@ -365,7 +364,7 @@ mod models {
     fn a_slot_is_dropped_in_use() {
         let (place, (pool, lane)) = (vacant(), pool());
         assert!(place.bind(&pool, &lane, None));
-        let blocks = [0, 1].map(|_| place.alloc(0, 512, 0, 0).unwrap());
+        let blocks = [0, 1].map(|_| place.alloc(0, 512, 0, Stream::DEFAULT).unwrap());
         let frees = blocks.map(|address| {
             let theirs = place.clone();
             thread::spawn(move || theirs.free(0, address).unwrap())

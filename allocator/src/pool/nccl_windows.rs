@@ -193,6 +193,7 @@ impl Pool {
     }
 
     /// Registers the windows that a communicator does not have yet.
+    #[allow(unsafe_code)] // FFI: windows' memory for NCCL
     fn register_missing(&self, attached: &mut Attached, deadline: Deadline) -> Result<()> {
         let windows = self.windows();
         let layout = self.layout();
@@ -215,7 +216,9 @@ impl Pool {
                     window.offset
                 );
                 let made = self.call_nccl(&what, deadline, move || {
-                    nccl.register(comm, address, bytes, deadline)
+                    // SAFETY: the segment is mapped for as long as it is a window, and a commit that retires it deregisters it
+                    // before (`deregister_retired`). The thread keeps the pool, which keeps the mapping, until NCCL returns.
+                    unsafe { nccl.register(comm, address, bytes, deadline) }
                 })?;
                 attached.windows.push(Registered {
                     lane: lane.name.clone(),
@@ -245,6 +248,7 @@ impl Pool {
 
     /// Deregisters the windows for which `gone` is true, in order. Continues after an error, but not after a call that
     /// NCCL has not returned from.
+    #[allow(unsafe_code)] // FFI: gives windows of NCCL up
     fn deregister(
         &self,
         attached: &mut Attached,
@@ -263,8 +267,10 @@ impl Pool {
                 window.counter,
                 window.lane
             );
-            let taken = self
-                .call_nccl(&what, deadline, move || nccl.deregister(comm, window.window, deadline));
+            let taken = self.call_nccl(&what, deadline, move || {
+                // SAFETY: `register_missing` made the window of this communicator, and it has just been taken out of the list.
+                unsafe { nccl.deregister(comm, window.window, deadline) }
+            });
             // A call that NCCL still holds says more than one that failed.
             outcome = if taken.as_ref().is_err_and(Error::is_timeout) {
                 taken

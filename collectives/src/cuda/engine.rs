@@ -371,7 +371,8 @@ impl Drop for CudaEngine {
                 let code = unsafe { (api.stream_destroy)(stream.raw() as CudaHandle) };
                 CudaDriver::check(code, || "giving back a stream".to_owned())?;
             }
-            self.memory_operations.free();
+            // SAFETY: the thread has ended and the device has done all that was put on it, both of which were awaited above.
+            unsafe { self.memory_operations.free() };
             self.failure.free(api);
             if let Some(recv_counts) = recv_counts {
                 // SAFETY: the device has done all that was put on it.

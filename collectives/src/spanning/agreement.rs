@@ -10,6 +10,8 @@
 //! errors are the same kind on every rank, and the communicator stays usable, as on one host. The other ranks of a host find
 //! their leader's error on the host's notice board, which is a window.
 
+#![allow(unsafe_code)] // the board is shared memory
+
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::host_message::{HEAD, HostMessage, NUMBERS, Standing};
@@ -123,7 +125,9 @@ impl SpanningEngine {
             if self.agreement.is_shared {
                 self.agreement.forget();
                 let entry = LeaderError { number: self.agreement.number, error: &why };
-                entry.write(self.staging.notice_board());
+                // SAFETY: this is the leader, and the call's first handshake found all ranks of the host in it (`open` was there).
+                // The second one is declined in the next line.
+                unsafe { entry.write(self.staging.notice_board()) };
                 self.inner.decline(why.clone(), &Stream::DEFAULT);
             }
             return Err(why);
@@ -134,7 +138,10 @@ impl SpanningEngine {
         };
         if self.inner.failure().is_none() {
             let board = self.staging.notice_board();
-            if let Some(shared) = LeaderError::read(board, self.agreement.number) {
+            // SAFETY: the second handshake has failed while the engine has not, so the leader declined it, and this call is the
+            // rank's last one.
+            let left = unsafe { LeaderError::read(board, self.agreement.number) };
+            if let Some(shared) = left {
                 self.agreement.forget();
                 self.agreement.is_shared = true;
                 return Err(shared);

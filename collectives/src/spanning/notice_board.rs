@@ -34,9 +34,13 @@ impl NoticeBoard {
 }
 
 impl LeaderError<'_> {
-    /// Writes the notice. To be called by the leader before it declines a handshake, and so when all ranks of the host have
-    /// read the notices of calls before.
-    pub(super) fn write(&self, board: NoticeBoard) {
+    /// Writes the notice.
+    ///
+    /// # Safety
+    ///
+    /// You must call it on the host's leader, in a call to which all its ranks have come, before you decline the call's second
+    /// handshake: all ranks have read the notices of calls before then.
+    pub(super) unsafe fn write(&self, board: NoticeBoard) {
         let text = self.error.message();
         let end = text.floor_char_boundary(BOARD_BYTES - TEXT);
         let ranks = self.error.ranks();
@@ -50,16 +54,20 @@ impl LeaderError<'_> {
         (2..).zip(ranks).for_each(|(nth, rank)| put(nth, u64::from(*rank)));
         put(MAX_RANKS + 2, end as u64);
         bytes[TEXT..][..end].copy_from_slice(&text.as_bytes()[..end]);
-        // SAFETY: the board has as many bytes in a window of this host, and nobody reads or writes it before the handshake
-        // that follows, as all ranks have come to the call by the one before.
+        // SAFETY: the board has as many bytes (`NoticeBoard::at`). The caller promised that all ranks have come to the call, and
+        // none of them reads the board before the handshake that follows.
         unsafe { bytes.as_ptr().copy_to_nonoverlapping(board.0, BOARD_BYTES) };
     }
 
-    /// The error of a call, if the leader has left one. To be called behind a handshake that the leader declined.
-    pub(super) fn read(board: NoticeBoard, number: u64) -> Option<Error> {
+    /// The error of a call, if the leader has left one.
+    ///
+    /// # Safety
+    ///
+    /// You must call it behind the call's second handshake, which the leader declined, and before this rank's next call.
+    pub(super) unsafe fn read(board: NoticeBoard, number: u64) -> Option<Error> {
         let mut bytes = vec![0; BOARD_BYTES];
-        // SAFETY: the board has as many bytes in a window of this host; the leader writes it before the handshake that it
-        // declined, and then not before this rank has come to the next call.
+        // SAFETY: the board has as many bytes (`NoticeBoard::at`). The leader has written it before the handshake that it
+        // declined, as the caller promised, and does not again before this rank has come to the next call.
         unsafe { board.0.copy_to_nonoverlapping(bytes.as_mut_ptr(), BOARD_BYTES) };
         let word = |nth: usize| {
             let bytes = &bytes[8 * nth..][..8];
@@ -85,10 +93,13 @@ mod tests {
         let error = Error::mismatch("they differ: \u{e9}".repeat(900)).naming(0..100);
         // SAFETY: the vector has `BOARD_BYTES` bytes, and outlives the board.
         let board = unsafe { NoticeBoard::at(board.as_mut_ptr()) };
-        LeaderError { number: 7, error: &error }.write(board);
-        let found = LeaderError::read(board, 7).unwrap();
+        // SAFETY: this thread alone has the board.
+        unsafe { LeaderError { number: 7, error: &error }.write(board) };
+        // SAFETY: the notice has been written, by this thread, which alone has the board.
+        let read = |number| unsafe { LeaderError::read(board, number) };
+        let found = read(7).unwrap();
         assert!(found.is_diverged() && error.message().starts_with(&found.message()));
         assert_eq!(found.ranks(), (0..64).collect::<Vec<u32>>());
-        assert!(LeaderError::read(board, 8).is_none());
+        assert!(read(8).is_none());
     }
 }

@@ -7,8 +7,9 @@ use symmpool_allocator::{Error, Result, Stream};
 use symmpool_collectives::{Communicator, CommunicatorOptions, DType, ReduceOp};
 
 use super::pool::{self, symmpool_pool};
-use super::{Handles, Out, on, seconds};
+use super::{Handles, Out, seconds};
 use crate::guard::{Status, status};
+use crate::on;
 
 /// A handle of a communicator: collectives between the ranks of a pool. 0 is never a valid handle.
 #[allow(non_camel_case_types)] // the name in C

@@ -10,8 +10,9 @@ use symmpool_collectives::{
 };
 
 use super::comm::{self, dtype, symmpool_comm};
-use super::{Handles, Out, on};
+use super::{Handles, Out};
 use crate::guard::{Status, status};
+use crate::on;
 
 /// A handle of a buffer for experts: what sends tokens to the ranks of their experts, and sums up what comes back. 0 is
 /// never a valid handle.

@@ -4,9 +4,10 @@ use std::ffi::c_void;
 
 use symmpool_allocator::lane::at_site;
 
+use super::Out;
 use super::pool::{find, symmpool_pool};
-use super::{Out, on};
 use crate::guard::{Status, status};
+use crate::on;
 
 /// Allocates `bytes` at a multiple of `align` (a power of two up to 2 MiB; 0 for 512) for use on
 /// `stream`, a CUstream, NULL for the default one and in host memory. The call does not communicate with

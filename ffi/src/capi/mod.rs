@@ -27,12 +27,12 @@ pub mod slot;
 pub mod window;
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::{CStr, c_char};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use symmpool_allocator::{Error, Result, Stream};
+use symmpool_allocator::{Error, Result};
 
 use crate::guard::{Status, guarded, last};
 use crate::own::OfProcess;
@@ -157,14 +157,6 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a 
     // SAFETY: not NULL, so a C string, which the caller promised.
     let text = unsafe { CStr::from_ptr(pointer) };
     text.to_str().map_err(|_| Error::invalid_argument(format!("{name} is not UTF-8: {text:?}")))
-}
-
-/// # Safety
-///
-/// `stream` is NULL or a stream that lives as [`Stream::from_raw`] says.
-pub(super) unsafe fn on(stream: *mut c_void) -> Stream {
-    // SAFETY: the caller promised that `stream` is NULL or lives as [`Stream::from_raw`] says.
-    unsafe { Stream::from_raw(stream as u64) }
 }
 
 /// A timeout in seconds.

@@ -5,8 +5,9 @@ use std::ffi::c_void;
 use symmpool_allocator::{Error, Result};
 
 use super::comm::{ends_called, find, symmpool_comm};
-use super::{on, seconds};
+use super::seconds;
 use crate::guard::{Status, status};
+use crate::on;
 
 /// Engine that carries out a one-sided operation on CUDA. In host memory it makes no difference.
 #[repr(C)]

@@ -120,7 +120,8 @@ pub(super) extern "C-unwind" fn throw_last() {
         message.borrow().as_ptr()
     });
     if is_out_of_memory && let Some(parts) = OUT_OF_MEMORY.get() {
-        throw_out_of_memory(parts, message);
+        // SAFETY: the message is the string of this thread's `MESSAGE`, which nobody changes before it is copied.
+        unsafe { throw_out_of_memory(parts, message) };
     }
     if let Some(throw) = THROW.get() {
         // torch copies the message.
@@ -129,7 +130,11 @@ pub(super) extern "C-unwind" fn throw_last() {
 }
 
 /// Throws `c10::OutOfMemoryError` with a message, which is copied.
-fn throw_out_of_memory(parts: &OutOfMemoryParts, message: *const c_char) {
+///
+/// # Safety
+///
+/// You must pass a C string.
+unsafe fn throw_out_of_memory(parts: &OutOfMemoryParts, message: *const c_char) {
     let location =
         SourceLocation { function: c"symmpool".as_ptr(), file: c"libsymmpool".as_ptr(), line: 0 };
     let mut string = [0u64; STRING_WORDS];

@@ -10,6 +10,7 @@ use symmpool_allocator::{Error, Result};
 use super::exceptions::throw_last;
 use super::{device, owner, used};
 use crate::guard::guarded;
+use crate::on;
 
 /// torch's identifier of a graph's memory, a `std::pair`.
 #[repr(C)]
@@ -18,13 +19,19 @@ struct Id(u64, u64);
 
 /// Allocates on a device. On failure it throws as torch does, or returns NULL if `symmpool_process_throw_by` was not
 /// called.
+///
+/// # Safety
+///
+/// You must pass NULL or a stream that lives as long as the process, as torch's do.
 #[unsafe(no_mangle)]
-extern "C-unwind" fn symmpool_process_alloc(
+unsafe extern "C-unwind" fn symmpool_process_alloc(
     size: isize,
     device: c_int,
     stream: *mut c_void,
 ) -> *mut c_void {
-    let work = || super::alloc(size, device, stream as u64).map(|at| at as *mut c_void);
+    // SAFETY: the caller promised NULL, or a stream that lives.
+    let stream = unsafe { on(stream) };
+    let work = || super::alloc(size, device, stream).map(|at| at as *mut c_void);
     let pointer = guarded(work, |_| std::ptr::null_mut());
     if pointer.is_null() {
         throw_last();
@@ -44,9 +51,15 @@ extern "C" fn symmpool_process_free(
 }
 
 /// Records that memory is used on another stream.
+///
+/// # Safety
+///
+/// You must pass NULL or a stream that lives as long as the process, as torch's do.
 #[unsafe(no_mangle)]
-extern "C" fn symmpool_process_record_stream(pointer: *mut c_void, stream: *mut c_void) {
-    log_errors("record_stream", || super::record_stream(pointer as u64, stream as u64));
+unsafe extern "C" fn symmpool_process_record_stream(pointer: *mut c_void, stream: *mut c_void) {
+    // SAFETY: the caller promised NULL, or a stream that lives.
+    let stream = unsafe { on(stream) };
+    log_errors("record_stream", || super::record_stream(pointer as u64, stream));
 }
 
 /// Called when torch empties its cache.

@@ -20,11 +20,10 @@ use std::cell::Cell;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use symmpool_allocator::{Driver, Error, ProcessId, Result};
+use symmpool_allocator::{Driver, Error, ProcessId, Result, Stream};
 
 pub use device::{DeviceAllocator, MempoolId, ProcessStats};
 
-use crate::named;
 use crate::slots::{self, Slot};
 
 /// The number of devices that one process can use.
@@ -99,14 +98,14 @@ pub fn redirect_back(before: Redirected) {
     SCOPE.with(|scope| scope.set(before.0));
 }
 
-fn alloc(bytes: isize, ordinal: i32, stream: u64) -> Result<u64> {
+fn alloc(bytes: isize, ordinal: i32, stream: Stream) -> Result<u64> {
     match SCOPE.try_with(Cell::get).unwrap_or(0).checked_sub(1) {
         // In a pool's scope, allocations on other devices are ordinary ones, as with torch's MemPool.
         Some(slot) if slots::is_on(slot, ordinal) => slots::alloc(slot, bytes, ordinal, stream),
         _ => {
             let bytes = usize::try_from(bytes)
                 .map_err(|_| Error::invalid_argument(format!("a size of {bytes} bytes")))?;
-            device(ordinal)?.alloc(bytes, named(stream))
+            device(ordinal)?.alloc(bytes, stream)
         }
     }
 }
@@ -121,12 +120,12 @@ fn free(address: u64) -> Result<()> {
     }
 }
 
-fn record_stream(address: u64, stream: u64) -> Result<()> {
+fn record_stream(address: u64, stream: Stream) -> Result<()> {
     if address == 0 {
         return Ok(());
     }
     match owner(address) {
-        Some(device) => device.record_stream(address, named(stream)),
+        Some(device) => device.record_stream(address, stream),
         None => slots::record_stream(slot_of(address)?, address, stream),
     }
 }

@@ -1,5 +1,7 @@
 """Programs: a function that is traced for each rank, and what becomes of it."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import inspect

@@ -4,6 +4,8 @@ Nothing here computes. Every operation is written down as an entry of the plan, 
 program that it stands in; `symmpool.language.program` makes a plan of what all ranks have written down.
 """
 
+from __future__ import annotations
+
 import contextlib
 import operator
 import os
@@ -68,7 +70,7 @@ class ChunkBuffer:
 
     __slots__ = ("_begin", "_name", "_owner", "_size", "_tracer")
 
-    def __init__(self, tracer: "Tracer", owner: int, name: BufferName, begin: int, size: int):
+    def __init__(self, tracer: Tracer, owner: int, name: BufferName, begin: int, size: int):
         self._tracer, self._owner, self._name = tracer, owner, name
         self._begin, self._size = begin, size
 
@@ -111,7 +113,7 @@ class NamedRank:
 
     __slots__ = ("_rank", "_tracer")
 
-    def __init__(self, tracer: "Tracer", rank: int):
+    def __init__(self, tracer: Tracer, rank: int):
         self._tracer, self._rank = tracer, rank
 
     @property

@@ -66,15 +66,25 @@ pub(super) fn create(api: &DriverApi, bytes: u64, prop: &AllocationProp) -> Resu
     Ok(handle)
 }
 
-pub(super) fn release(api: &DriverApi, handle: u64) -> Result<()> {
-    // SAFETY: the caller holds the handle and gives it up.
+/// Gives up a handle of memory.
+///
+/// # Safety
+///
+/// You must hold the handle, and use it no more.
+pub(super) unsafe fn release(api: &DriverApi, handle: u64) -> Result<()> {
+    // SAFETY: the caller promised to hold the handle, and gives it up.
     let code = unsafe { (api.release)(handle) };
     api.check(code, || "releasing an allocation".to_owned())
 }
 
-pub(super) fn export_fd(api: &DriverApi, handle: u64) -> Result<OwnedFd> {
+/// Makes a descriptor by which other processes import the memory.
+///
+/// # Safety
+///
+/// You must hold the handle.
+pub(super) unsafe fn export_fd(api: &DriverApi, handle: u64) -> Result<OwnedFd> {
     let mut fd: c_int = -1;
-    // SAFETY: for this handle type one int is written, and the pointer is to an int.
+    // SAFETY: the caller promised to hold the handle. For this handle type one int is written, and the pointer is to an int.
     let code = unsafe { (api.export)((&raw mut fd).cast(), handle, POSIX_FD, 0) };
     api.check(code, || "exporting memory as a POSIX file descriptor".to_owned())?;
     if fd < 0 {
@@ -88,9 +98,17 @@ pub(super) fn export_fd(api: &DriverApi, handle: u64) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-pub(super) fn export_fabric(api: &DriverApi, handle: u64) -> Result<[u8; FABRIC_HANDLE_BYTES]> {
+/// Makes a FABRIC handle by which processes of other machines import the memory.
+///
+/// # Safety
+///
+/// You must hold the handle.
+pub(super) unsafe fn export_fabric(
+    api: &DriverApi,
+    handle: u64,
+) -> Result<[u8; FABRIC_HANDLE_BYTES]> {
     let mut bytes = [0u8; FABRIC_HANDLE_BYTES];
-    // SAFETY: for this handle type 64 bytes are written, and the array has 64.
+    // SAFETY: the caller promised to hold the handle. For this handle type 64 bytes are written, and the array has 64.
     let code = unsafe { (api.export)(bytes.as_mut_ptr().cast(), handle, FABRIC, 0) };
     api.check(code, || "exporting memory as a FABRIC handle".to_owned())?;
     Ok(bytes)
@@ -139,7 +157,8 @@ pub(super) fn reserve_aligned(api: &DriverApi, bytes: u64, align: u64) -> Result
         if base.is_multiple_of(align) {
             return Ok((base, bytes));
         }
-        address_free(api, base, bytes)?;
+        // SAFETY: the range was reserved two lines above, and nothing has been mapped in it.
+        unsafe { address_free(api, base, bytes) }?;
     }
     let Some(padded) = bytes.checked_add(align) else {
         return Err(no_addresses(bytes, align, "more than there are addresses"));
@@ -172,23 +191,36 @@ fn no_addresses(bytes: u64, align: u64, why: &str) -> Error {
     ))
 }
 
-pub(super) fn address_free(api: &DriverApi, base: u64, bytes: u64) -> Result<()> {
-    // SAFETY: the range came from `address_reserve` and nothing is mapped in it, which `Mappings`
-    // has checked.
+/// Gives back a range of addresses.
+///
+/// # Safety
+///
+/// You must pass a whole range that `reserve_aligned` has returned, in which nothing is mapped, and use it no more.
+pub(super) unsafe fn address_free(api: &DriverApi, base: u64, bytes: u64) -> Result<()> {
+    // SAFETY: the caller promised a reserved range in which nothing is mapped.
     let code = unsafe { (api.address_free)(base, size(bytes)?) };
     api.check(code, || format!("giving back {bytes} bytes of address space at {base:#x}"))
 }
 
-pub(super) fn map(api: &DriverApi, address: u64, bytes: u64, handle: u64) -> Result<()> {
-    // SAFETY: the range lies in a live reservation and nothing is mapped there, which `Mappings`
-    // has checked; the handle is live.
+/// Maps memory at an address.
+///
+/// # Safety
+///
+/// You must pass a range of a live reservation in which nothing is mapped, and a handle that you hold, of `bytes` bytes.
+pub(super) unsafe fn map(api: &DriverApi, address: u64, bytes: u64, handle: u64) -> Result<()> {
+    // SAFETY: the caller promised a free range of a live reservation, and a handle of as many bytes that it holds.
     let code = unsafe { (api.map)(address, size(bytes)?, 0, handle, 0) };
     api.check(code, || format!("mapping {bytes} bytes at {address:#x}"))
 }
 
-pub(super) fn unmap(api: &DriverApi, address: u64, bytes: u64) -> Result<()> {
-    // SAFETY: the range is one whole mapping, which `Mappings` has checked. Work of
-    // the device that still uses it is a fault on the device, not here.
+/// Removes a mapping.
+///
+/// # Safety
+///
+/// You must pass one whole mapping, which nothing accesses from now on.
+pub(super) unsafe fn unmap(api: &DriverApi, address: u64, bytes: u64) -> Result<()> {
+    // SAFETY: the caller promised a whole mapping that nothing accesses any more. Work of the device that still does is a
+    // fault on the device, not here.
     let code = unsafe { (api.unmap)(address, size(bytes)?) };
     api.check(code, || format!("unmapping {bytes} bytes at {address:#x}"))
 }

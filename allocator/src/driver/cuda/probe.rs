@@ -212,14 +212,17 @@ fn attempt(api: &DriverApi, prop: &AllocationProp) -> Result<u64> {
     let handle = calls::create(api, granularity, prop)?;
     let exported = (|| {
         if prop.handle_types & POSIX_FD != 0 {
-            calls::export_fd(api, handle)?;
+            // SAFETY: `create` has just handed out the handle, which is released below.
+            unsafe { calls::export_fd(api, handle) }?;
         }
         if prop.handle_types & FABRIC != 0 {
-            calls::export_fabric(api, handle)?;
+            // SAFETY: `create` has just handed out the handle, which is released below.
+            unsafe { calls::export_fabric(api, handle) }?;
         }
         Ok(granularity)
     })();
-    calls::release(api, handle)?;
+    // SAFETY: `create` has handed out the handle to this function, which uses it no more.
+    unsafe { calls::release(api, handle) }?;
     exported
 }
 

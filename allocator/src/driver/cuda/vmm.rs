@@ -59,7 +59,9 @@ impl DriverMemory {
             // Removed before it is given back: after that, another reservation may have the same addresses.
             let given =
                 lock_leaf(&self.ranges).remove(&base).unwrap_or((base, reservation.bytes()));
-            address_free(cx.api, given.0, given.1).inspect_err(|_| {
+            // SAFETY: `reserve` noted the range as it was reserved, and it is in the table no more, so it is given back once.
+            // `Mappings` has checked that nothing is mapped in it.
+            unsafe { address_free(cx.api, given.0, given.1) }.inspect_err(|_| {
                 lock_leaf(&self.ranges).insert(base, given);
             })
         })
@@ -74,7 +76,8 @@ impl DriverMemory {
         check_size("a segment", bytes, self.granularity)?;
         let _current = cx.enter_for_memory()?;
         let handle = create(cx.api, bytes, prop)?;
-        Ok(self.hold(handle, bytes))
+        // SAFETY: CUDA has just handed out the handle.
+        Ok(unsafe { self.hold(handle, bytes) })
     }
 
     pub(super) fn import(&self, cx: &Context, exported: Exported, bytes: u64) -> Result<Physical> {
@@ -100,7 +103,8 @@ impl DriverMemory {
                 ));
             }
         };
-        Ok(self.hold(handle, bytes))
+        // SAFETY: CUDA has just handed out the handle, or counted this process's own once more.
+        Ok(unsafe { self.hold(handle, bytes) })
     }
 
     pub(super) fn export(
@@ -112,9 +116,12 @@ impl DriverMemory {
         self.check_held(physical)?;
         let _current = cx.enter_for_memory()?;
         if as_fabric {
-            Ok(Exported::Bytes(export_fabric(cx.api, physical.raw())?.to_vec()))
+            // SAFETY: `check_held` found the handle among those of this driver, and the caller has `physical`, so it is held.
+            let handle = unsafe { export_fabric(cx.api, physical.raw()) }?;
+            Ok(Exported::Bytes(handle.to_vec()))
         } else {
-            Ok(Exported::Fd(export_fd(cx.api, physical.raw())?))
+            // SAFETY: `check_held` found the handle among those of this driver, and the caller has `physical`, so it is held.
+            Ok(Exported::Fd(unsafe { export_fd(cx.api, physical.raw()) }?))
         }
     }
 
@@ -133,22 +140,27 @@ impl DriverMemory {
         let (mut end, mut count, mut mapped) = (offset, 0, Ok(()));
         for physical in physicals {
             let bytes = physical.bytes();
-            mapped = self
-                .mappings
-                .map(reservation, end, bytes, || map(cx.api, base + end, bytes, physical.raw()));
+            mapped = self.mappings.map(reservation, end, bytes, || {
+                // SAFETY: `Mappings` has checked that the range lies in a live reservation and that nothing is mapped there.
+                // `check_held` found the handle, of as many bytes, among those of this driver.
+                unsafe { map(cx.api, base + end, bytes, physical.raw()) }
+            });
             if mapped.is_err() {
                 break;
             }
             (end, count) = (end + bytes, count + 1);
         }
-        let mapped =
-            mapped.and_then(|()| allow_access(cx, base + offset, end - offset, first.raw()));
+        // SAFETY: all of the range has been mapped above, and `check_held` found the handle of its beginning.
+        let allowed = || unsafe { allow_access(cx, base + offset, end - offset, first.raw()) };
+        let mapped = mapped.and_then(|()| allowed());
         mapped.map_err(|error| {
             let mut at = offset;
             for physical in &physicals[..count] {
                 let bytes = physical.bytes();
-                let undone =
-                    self.mappings.unmap(reservation, at, bytes, || unmap(cx.api, base + at, bytes));
+                let undone = self.mappings.unmap(reservation, at, bytes, || {
+                    // SAFETY: the mapping was made above, whole, and nobody has been told of it.
+                    unsafe { unmap(cx.api, base + at, bytes) }
+                });
                 if let Err(undo) = undone {
                     // CUDA goes on refusing these addresses, so nothing else is affected.
                     return error.context(format!(
@@ -171,7 +183,9 @@ impl DriverMemory {
     ) -> Result<()> {
         self.mappings.unmap(reservation, offset, bytes, || {
             let _current = cx.enter_for_memory()?;
-            unmap(cx.api, reservation.base() + offset, bytes)
+            // SAFETY: `Mappings` has checked that the range is one whole mapping. Whoever unmaps uses it no more: pools do so
+            // when no rank's work accesses the segment.
+            unsafe { unmap(cx.api, reservation.base() + offset, bytes) }
         })
     }
 
@@ -179,8 +193,10 @@ impl DriverMemory {
         let _current = cx.enter_for_memory()?;
         // Removed before it is given back: after that, CUDA may give the same handle to another allocation.
         self.drop_reference(physical)?;
-        release(cx.api, physical.raw()).inspect_err(|_| {
-            self.hold(physical.raw(), physical.bytes());
+        // SAFETY: `drop_reference` took this value's reference out of the table, where the handle was live.
+        unsafe { release(cx.api, physical.raw()) }.inspect_err(|_| {
+            // SAFETY: CUDA has not released the handle, whose reference is put back.
+            unsafe { self.hold(physical.raw(), physical.bytes()) };
         })
     }
 
@@ -190,11 +206,16 @@ impl DriverMemory {
         (reservations, mappings, lock_leaf(&self.handles).len() as u64)
     }
 
-    fn hold(&self, handle: u64, bytes: u64) -> Physical {
+    /// Notes a reference to an allocation.
+    ///
+    /// # Safety
+    ///
+    /// You must pass a live handle of `bytes` bytes, and a reference to it that no other value stands for.
+    unsafe fn hold(&self, handle: u64, bytes: u64) -> Physical {
         let mut handles = lock_leaf(&self.handles);
         let entry = handles.entry(handle).or_insert((bytes, 0));
         entry.1 += 1;
-        // SAFETY: CUDA has just handed out the handle, once for each value that is made of it.
+        // SAFETY: the caller promised a live handle, and a reference for this value alone.
         unsafe { Physical::new(handle, bytes) }
     }
 
@@ -229,14 +250,19 @@ fn check_held(handles: &BTreeMap<u64, (u64, u32)>, physical: &Physical) -> Resul
 
 /// Lets the device of `cx` read and write a mapping. If that fails because two devices cannot reach each
 /// other, the error names both.
-fn allow_access(cx: &Context, address: u64, bytes: u64, handle: u64) -> Result<()> {
+///
+/// # Safety
+///
+/// You must pass a range that is mapped, and the live handle of its beginning.
+unsafe fn allow_access(cx: &Context, address: u64, bytes: u64, handle: u64) -> Result<()> {
     let desc = AccessDesc::read_write(cx.device);
-    // SAFETY: the range is mapped; reads one descriptor through a valid pointer.
+    // SAFETY: the caller promised that the range is mapped; reads one descriptor through a valid pointer.
     let code = unsafe { (cx.api.set_access)(address, size(bytes)?, &raw const desc, 1) };
     if code.0 == 0 {
         return Ok(());
     }
-    if let Some(owner) = unreachable_owner(cx, handle) {
+    // SAFETY: the caller promised a live handle.
+    if let Some(owner) = unsafe { unreachable_owner(cx, handle) } {
         return Err(Error::unsupported(format!(
             "CUDA device {} cannot access the memory of its peer, {owner} \
              (cuDeviceCanAccessPeer says no): {}",
@@ -257,9 +283,13 @@ fn allow_access(cx: &Context, address: u64, bytes: u64, handle: u64) -> Result<(
 }
 
 /// The device that backs `handle`, where that is known and `cx`'s device cannot reach it.
-fn unreachable_owner(cx: &Context, handle: u64) -> Option<String> {
+///
+/// # Safety
+///
+/// You must pass a live handle.
+unsafe fn unreachable_owner(cx: &Context, handle: u64) -> Option<String> {
     let mut prop = AllocationProp::pinned(0, 0, false);
-    // SAFETY: the handle is live; writes one structure, of integers only, through a valid pointer.
+    // SAFETY: the caller promised a live handle; writes one structure, of integers only, through a valid pointer.
     let code = unsafe { (cx.api.properties)(&raw mut prop, handle) };
     let owner = prop.location.as_device().filter(|&owner| code.0 == 0 && owner != cx.device)?;
     let mut can: c_int = 1;

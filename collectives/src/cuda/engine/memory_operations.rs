@@ -90,10 +90,14 @@ impl MemoryOp {
 }
 
 /// Puts memory operations on a stream. The device's context must be current.
-fn put(api: &Api, ops: &[MemoryOp], stream: Stream) -> Result<()> {
+///
+/// # Safety
+///
+/// You must pass addresses of 32-bit words that the device can access until it is done with the operations, and that nothing
+/// else than such operations, atomics and kernels of the communicator accesses meanwhile. The stream must be live.
+unsafe fn put(api: &Api, ops: &[MemoryOp], stream: Stream) -> Result<()> {
     let mut all: Vec<_> = ops.iter().map(|op| op.params()).collect();
-    // SAFETY: the array is as long; its addresses are words of control blocks or of pinned memory, which the
-    // communicator keeps until the device is done; the stream is live.
+    // SAFETY: the array is as long. The caller promised that its addresses are words that stay, and a live stream.
     let code = unsafe {
         (api.batch_mem_op)(stream.raw() as CudaHandle, all.len() as u32, all.as_mut_ptr(), 0)
     };
@@ -141,7 +145,12 @@ fn wait_of(nth: usize) -> (u32, u32, MemoryFlag) {
 
 impl MemoryOperations {
     /// Makes the memory operations of a control block at `control`. The device's context must be current.
-    pub(in crate::cuda) fn new(
+    ///
+    /// # Safety
+    ///
+    /// You must pass the address of this rank's control block of that layout, which is a window at one offset on all ranks
+    /// until the value was freed, or for ever.
+    pub(in crate::cuda) unsafe fn new(
         api: &'static Api,
         pool: &Pool,
         (places, control): (&ControlLayout, u64),
@@ -183,7 +192,10 @@ impl MemoryOperations {
             stream,
         )?;
         if acknowledge {
-            shared.put(&[shared.write_at((peer, channel, MemoryFlag::Untaken), 0)], stream)?;
+            // SAFETY: the word is a flag of the peer's control block, which stays as long as this rank's (`new`).
+            unsafe {
+                shared.put(&[shared.write_at((peer, channel, MemoryFlag::Untaken), 0)], stream)
+            }?;
         }
         Ok(())
     }
@@ -206,13 +218,19 @@ impl MemoryOperations {
             let ops = [MemoryOp::WaitEqual(untaken, 0), MemoryOp::Write(untaken, 1)];
             shared.put_wait((peer, channel, MemoryFlag::Untaken), &ops, timeout, stream)?;
         }
-        shared.put(&[shared.write_at((peer, channel, MemoryFlag::Arrived), 1)], stream)
+        // SAFETY: the word is a flag of the peer's control block, which stays as long as this rank's (`new`).
+        unsafe { shared.put(&[shared.write_at((peer, channel, MemoryFlag::Arrived), 1)], stream) }
     }
 
     /// Makes the stream write 1 to a word of this rank's, and then wait until another has a value, and set it back to 0. Only
     /// work of this rank that is sure to end may write the value: nobody ends this wait. In one batch, as each delays what
     /// comes behind it by microseconds.
-    pub(in crate::cuda) fn write_and_await_own(
+    ///
+    /// # Safety
+    ///
+    /// You must pass addresses of words of this rank's windows that stay until the device is done, and which only kernels of
+    /// the communicator and these operations access meanwhile.
+    pub(in crate::cuda) unsafe fn write_and_await_own(
         &self,
         written: Option<u64>,
         awaited: Option<(u64, u32)>,
@@ -222,7 +240,8 @@ impl MemoryOperations {
         let wait = awaited
             .map(|(word, value)| [MemoryOp::WaitEqual(word, value), MemoryOp::Write(word, 0)]);
         let ops: Vec<MemoryOp> = write.into_iter().chain(wait.into_iter().flatten()).collect();
-        self.shared.put(&ops, stream)
+        // SAFETY: the caller promised words that stay, and a `Stream` is live.
+        unsafe { self.shared.put(&ops, stream) }
     }
 
     /// Starts the thread that ends waits, when there is a first one.
@@ -251,17 +270,20 @@ impl MemoryOperations {
         true
     }
 
-    /// Gives back the stream and the pinned memory. The thread has ended, the device has done what the thread put on
-    /// the stream, and the device's context is current.
-    pub(in crate::cuda) fn free(&self) {
+    /// Gives back the stream and the pinned memory. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// You must have called [`Self::end`], the device must have done what was put on streams, and you must use the value no more.
+    pub(in crate::cuda) unsafe fn free(&self) {
         let shared = &self.shared;
         let stream = shared.stream.raw() as CudaHandle;
-        // SAFETY: `new` made the stream, and nothing uses it any more, of which the caller made sure.
+        // SAFETY: `new` made the stream, and the caller promised that nothing uses it any more.
         let code = unsafe { (shared.api.stream_destroy)(stream) };
         if let Err(error) = CudaDriver::check(code, || "giving back memory operations".into()) {
             tracing::debug!(%error, "at the end of a communicator");
         }
-        // SAFETY: the caller has ended the thread, and nothing runs on the device that uses the words.
+        // SAFETY: the caller promised that the thread has ended, and that nothing runs on the device that uses the words.
         unsafe { shared.words.free(shared.api) };
     }
 }
@@ -280,10 +302,15 @@ impl Shared {
         MemoryOp::Write(layout.address(peer, at), value)
     }
 
-    fn put(&self, ops: &[MemoryOp], stream: Stream) -> Result<()> {
-        cuda(self.pool.driver())?.with_context(|| put(self.api, ops, stream))
+    /// # Safety
+    ///
+    /// You must keep the promises of [`put`].
+    unsafe fn put(&self, ops: &[MemoryOp], stream: Stream) -> Result<()> {
+        // SAFETY: the caller promised words that stay, and a live stream.
+        cuda(self.pool.driver())?.with_context(|| unsafe { put(self.api, ops, stream) })
     }
 
+    /// Puts a wait on a stream: for the flag of a peer's channel, by operations on that flag of this rank.
     fn put_wait(
         &self,
         (peer, channel, flag): (u32, u32, MemoryFlag),
@@ -295,7 +322,9 @@ impl Shared {
         self.timeouts[nth].store(timeout.min(u64::MAX - 1), Ordering::Relaxed);
         let word = self.words.address(nth);
         let all = [MemoryOp::Write(word, WAITS), ops[0], ops[1], MemoryOp::Write(word, IDLE)];
-        self.put(&all, stream)
+        // SAFETY: both words stay until the device is done: that of pinned memory, which the value keeps until `free`, and a
+        // flag of this rank's control block (`new`).
+        unsafe { self.put(&all, stream) }
     }
 
     fn look_until_the_end(&self) {
@@ -417,7 +446,9 @@ impl Shared {
         let ops: Vec<MemoryOp> = std::iter::once(failed).chain(writes).chain([done]).collect();
         let driver = cuda(self.pool.driver())?;
         driver.with_context_unordered(|| {
-            ops.chunks(MAX_OPS).try_for_each(|some| put(self.api, some, self.stream))
+            // SAFETY: the words are flags of this rank's control block and a word of pinned memory, which stay until the thread
+            // has ended; so does the stream.
+            ops.chunks(MAX_OPS).try_for_each(|some| unsafe { put(self.api, some, self.stream) })
         })
     }
 }

@@ -122,7 +122,9 @@ impl CudaEngine {
         let p2p = P2p::new(driver, &layout, control_offset, p2p_layout)?;
         let own = layout.address(layout.rank, control_offset);
         let memory_operations = driver.with_context_unordered(|| {
-            MemoryOperations::new(api, pool, (&control, own), Arc::clone(&failure))
+            // SAFETY: the commit before has made the control block a window at `control_offset` on all ranks; it is given back
+            // behind the value, or never.
+            unsafe { MemoryOperations::new(api, pool, (&control, own), Arc::clone(&failure)) }
         })?;
         let timeout = Arc::new(Timeout::new(options.timeout));
         let nvlinked = are_nvlinked(&options.links);

@@ -38,7 +38,8 @@ impl CudaEngine {
             scratch: gather.scratch,
         };
         let send = |engine: &mut Self, copies| {
-            // SAFETY: the caller promised that the rows are readable and that the slots are windows, until the call is done.
+            // SAFETY: the caller promised that the rows are readable and that slots and control words are windows, until the call is
+            // done.
             unsafe { engine.send_rows(gather, copies) }
         };
         // SAFETY: the caller promised that the matrices are there until the stream has done the call, that nothing else
@@ -100,14 +101,16 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// You must promise that the rows are readable, and that the slots are windows of the same offset on all ranks, until the
-    /// call is done.
+    /// You must promise that the rows are readable, and that the slots and the control words are windows of the same offset on
+    /// all ranks, until the call is done.
     unsafe fn send_rows(&mut self, gather: &MatmulGather<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = MatmulControl { begin: gather.control, world: world.into() };
         let part = gather.part_bytes() as u64;
         let slot = |of: u32| gather.slots + u64::from(of) * part;
-        self.memory_operations.write_and_await_own(None, Some((control.entered(), 1)), copies)?;
+        let entered = Some((control.entered(), 1));
+        // SAFETY: the caller promised control words of this call in a window, which stays until the call is done.
+        unsafe { self.memory_operations.write_and_await_own(None, entered, copies) }?;
         for distance in 1..world {
             let peer = (rank + distance) % world;
             for chunk in 0..gather.chunks() {
@@ -118,7 +121,8 @@ impl CudaEngine {
                 // and this rank alone writes its slots.
                 unsafe { self.copy_by_engine(to, from, end - begin, copies) }?;
                 let sent = control.sent(peer, chunk);
-                self.memory_operations.write_and_await_own(Some(sent), None, copies)?;
+                // SAFETY: the caller promised control words of this call in a window, which stays until the call is done.
+                unsafe { self.memory_operations.write_and_await_own(Some(sent), None, copies) }?;
             }
         }
         Ok(())

@@ -39,7 +39,7 @@ impl CudaEngine {
             scratch: scatter.scratch,
         };
         let send = |engine: &mut Self, copies| {
-            // SAFETY: the caller promised that the parts are windows, until the call is done.
+            // SAFETY: the caller promised that parts and control words are windows, until the call is done.
             unsafe { engine.send_parts(scatter, copies) }
         };
         // SAFETY: the caller promised that the matrices are there until the stream has done the call, that nothing else
@@ -97,13 +97,16 @@ impl CudaEngine {
     ///
     /// # Safety
     ///
-    /// You must promise that the parts are windows of the same offset on all ranks, until the call is done.
+    /// You must promise that the parts and the control words are windows of the same offset on all ranks, until the call is
+    /// done.
     unsafe fn send_parts(&mut self, scatter: &MatmulScatter<'_>, copies: Stream) -> Result<()> {
         let (rank, world) = (self.rank(), self.world());
         let control = MatmulControl { begin: scatter.control, world: world.into() };
         let (part, each) = (scatter.part_bytes(), scatter.chunk_tiles(world));
         let all = part / TILE_BYTES;
-        self.memory_operations.write_and_await_own(None, Some((control.entered(), 1)), copies)?;
+        let entered = Some((control.entered(), 1));
+        // SAFETY: the caller promised control words of this call in a window, which stays until the call is done.
+        unsafe { self.memory_operations.write_and_await_own(None, entered, copies) }?;
         let mut sent = None;
         for distance in 1..world {
             let peer = (rank + distance) % world;
@@ -112,7 +115,10 @@ impl CudaEngine {
                 // Both halves of every tile.
                 let halves = 2 * tiles as u32;
                 let finished = (control.finished(peer, chunk), halves);
-                self.memory_operations.write_and_await_own(sent, Some(finished), copies)?;
+                // SAFETY: the caller promised control words of this call in a window, which stays until the call is done.
+                unsafe {
+                    self.memory_operations.write_and_await_own(sent, Some(finished), copies)
+                }?;
                 let within = (chunk * each * TILE_BYTES) as u64;
                 let from = scatter.parts + u64::from(distance - 1) * part as u64 + within;
                 // The peer counts from itself on too.
@@ -125,6 +131,7 @@ impl CudaEngine {
                 sent = Some(control.sent(peer, chunk));
             }
         }
-        self.memory_operations.write_and_await_own(sent, None, copies)
+        // SAFETY: the caller promised control words of this call in a window, which stays until the call is done.
+        unsafe { self.memory_operations.write_and_await_own(sent, None, copies) }
     }
 }
