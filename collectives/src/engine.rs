@@ -190,7 +190,7 @@ pub(crate) trait Engine: Send {
     /// Compiles this rank's kernels of plans, so many at a time.
     fn compile_plans(&self, _: &[(&CheckedPlan, DType, ReduceOp, u32)], _threads: usize) {}
 
-    /// Loads the kernels that buffers for experts need. A rank that cannot declines its next call.
+    /// Loads the kernels that buffers for experts need. A rank that cannot load them declines its next call.
     fn load_experts(&mut self, _: &ExpertShape) -> Result<()> {
         Ok(())
     }

@@ -161,8 +161,14 @@ def test_a_store_on_the_network_needs_a_secret():
 
 
 def imports(path):
-    """The package's modules that one imports, anywhere in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The package's modules that one imports, anywhere in it but for type checkers alone: nothing runs there."""
+    tree = ast.parse(path.read_text())
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
+    checkers = [node for node in tests if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")]
+    left_out = {id(each) for node in checkers for part in node.body for each in ast.walk(part)}
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("symmpool"):
             for name in node.names:
                 yield from (node.module, f"{node.module}.{name.name}")

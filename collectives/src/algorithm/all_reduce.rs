@@ -58,9 +58,9 @@ all_reduces! {
     /// that the Lamport protocol does not carry.
     OneShotLl128 = 11, "one_shot_ll128";
     /// On devices: two shots by copy engines, with kernels that reduce between them, from 1 MiB: into windows, or
-    /// into ordinary memory where each rank has a device of its own with several queues. Fastest from some hundreds of MiB. Copies that were submitted to copy engines cannot be cancelled:
-    /// if the call fails, the content of its output is undefined on every rank, also on ranks that did not make the
-    /// call.
+    /// into ordinary memory where each rank has a device of its own with several queues. Fastest from some hundreds of MiB. Copies
+    /// that were submitted to copy engines cannot be cancelled: if the call fails, the content of its output is undefined on
+    /// every rank, also on ranks that did not make the call.
     TwoShotCopy = 12, "two_shot_copy";
     /// On devices: two shots by stores in stages through scratch, of which a part of the data is enough, into outputs
     /// anywhere.

@@ -14,7 +14,7 @@ use crate::plan::{CheckedPlan, Plan, PlanError};
 ///
 /// [`Communicator::algorithms`](crate::Communicator::algorithms) lists those of a communicator,
 /// [`Communicator::register`](crate::Communicator::register) adds one under its name, and
-/// A [`Request`](crate::Request) for one runs it as it is. Clones share what they hold.
+/// a [`Request`](crate::Request) for one runs it as it is. Clones share what they hold.
 #[derive(Clone)]
 pub struct Algorithm {
     source: Source,

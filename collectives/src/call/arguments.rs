@@ -10,7 +10,7 @@ use crate::{DType, ReduceOp};
 pub(crate) struct Arguments {
     pub(crate) input: Place,
     pub(crate) output: Place,
-    /// Elements of a part; of one's own collective, of the input.
+    /// Elements of a part; of the input, where the collective is a program's own.
     pub(crate) count: usize,
     pub(crate) dtype: DType,
     pub(crate) op: ReduceOp,

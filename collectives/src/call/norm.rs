@@ -14,7 +14,7 @@ use crate::NormOutput;
 pub(crate) const LANES: usize = 8;
 /// Elements that share a scale in [`NormOutput::Fp8PerGroup`].
 pub(crate) const GROUP: usize = 128;
-/// Most threads of a row, and least.
+/// The most threads of a row, and the fewest.
 const THREADS: (usize, usize) = (32, 512);
 /// The longest row.
 const MAX_HIDDEN: usize = 1 << 16;

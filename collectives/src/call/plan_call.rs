@@ -11,7 +11,7 @@ use crate::{DType, ReduceOp};
 /// Chunks of scratch begin at multiples of this, a cache line; so do chunks of inputs and outputs, if they may differ in
 /// length.
 pub(crate) const LINE: usize = 64;
-/// Counts from here on leave no place in call descriptions for an algorithm's hash.
+/// Counts from here on leave no room in call descriptions for an algorithm's hash.
 const MAX_COUNT: usize = 1 << 48;
 
 /// How a call's elements are divided into chunks.
@@ -50,16 +50,16 @@ impl ChunkSizes {
         Ok(Self { count, each, of_part, size })
     }
 
-    /// The elements of the chunks at this place of their parts.
-    pub(crate) fn length(&self, place: usize) -> usize {
-        self.count.saturating_sub(place.saturating_mul(self.each)).min(self.each)
+    /// The elements of chunks with this index in their parts.
+    pub(crate) fn length(&self, index_in_part: usize) -> usize {
+        self.count.saturating_sub(index_in_part.saturating_mul(self.each)).min(self.each)
     }
 
     /// Where a chunk of the input or output begins, in bytes.
     pub(crate) fn start(&self, index: u32) -> usize {
-        let (part, place) = (index as usize / self.of_part, index as usize % self.of_part);
+        let (part, index_in_part) = (index as usize / self.of_part, index as usize % self.of_part);
         // A chunk without elements may lie behind the end, where nothing is accessed.
-        (part * self.count + (place * self.each).min(self.count)) * self.size
+        (part * self.count + (index_in_part * self.each).min(self.count)) * self.size
     }
 }
 

@@ -5,7 +5,7 @@
 pub(crate) struct Lifts {
     /// Other communicators on the device, and other libraries.
     pub(crate) company: bool,
-    /// The most SMs and compute beside, as options say.
+    /// The bound of SMs, and compute beside calls, as options say.
     pub(crate) options: bool,
     /// That the memory has not grown yet.
     pub(crate) memory: bool,

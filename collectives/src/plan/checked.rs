@@ -19,7 +19,7 @@ pub struct CheckedPlan {
     /// Why input and output must not be one memory, if they must not.
     pub(super) in_place: Result<(), PlanError>,
     /// Whether chunks must have equal lengths: in a collective of one's own, and where results pass through chunks at
-    /// later places of their parts, which may be shorter.
+    /// higher indices in their parts, which may be shorter.
     pub(crate) needs_equal_chunks: bool,
     /// Whether peers access inputs, so that these must be windows.
     pub(super) reaches_inputs: bool,

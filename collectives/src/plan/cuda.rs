@@ -206,7 +206,7 @@ impl Writer<'_> {
     /// A copy of one slice.
     fn copy(&self, item: &Item) -> String {
         let (from, to) = (self.address(item.srcs[0]), self.address(item.dst));
-        format!("copy_slice({from}, {to}, run.bytes(slice, {}));", item.place)
+        format!("copy_slice({from}, {to}, run.bytes(slice, {}));", item.index_in_part)
     }
 
     /// The operations of a level, on one slice. Those that are `early` have been made already if they are short.
@@ -251,19 +251,24 @@ impl Writer<'_> {
                 }
                 let (from, to) = (self.address(item.srcs[0]), self.address(item.dst));
                 let (from2, to2) = (self.address(next.srcs[0]), self.address(next.dst));
-                let (place, place2) = (item.place, next.place);
-                line!(self, "                copy_slices({from}, {to}, run.bytes(slice, {place}),");
+                let (index_in_part, index2) = (item.index_in_part, next.index_in_part);
                 line!(
                     self,
-                    "                            {from2}, {to2}, run.bytes(slice, {place2}));"
+                    "                copy_slices({from}, {to}, run.bytes(slice, {index_in_part}),"
+                );
+                line!(
+                    self,
+                    "                            {from2}, {to2}, run.bytes(slice, {index2}));"
                 );
                 continue;
             }
-            let bytes = format!("run.bytes(slice, {})", item.place);
+            let bytes = format!("run.bytes(slice, {})", item.index_in_part);
             let to = self.address(item.dst);
             let count = item.srcs.len();
             let also = next.filter(|next| {
-                next.srcs == [item.dst] && next.dst != item.dst && next.place == item.place
+                next.srcs == [item.dst]
+                    && next.dst != item.dst
+                    && next.index_in_part == item.index_in_part
             });
             at += usize::from(also.is_some());
             let also_at = also.map_or("nullptr".to_owned(), |also| self.address(also.dst));
@@ -289,7 +294,8 @@ impl Writer<'_> {
     /// where it lies, which a call in place may do, leaves it as it is.
     fn copies_of_one_chunk(&self, items: &[Item]) -> usize {
         let Some(first) = items.first().filter(|item| item.srcs.len() == 1) else { return 0 };
-        let is_alike = |item: &&Item| item.srcs == first.srcs && item.place == first.place;
+        let is_alike =
+            |item: &&Item| item.srcs == first.srcs && item.index_in_part == first.index_in_part;
         items.iter().take_while(is_alike).count()
     }
 
@@ -303,7 +309,7 @@ impl Writer<'_> {
             }
             line!(self, "                }} else");
         }
-        let (from, place) = (self.address(copies[0].srcs[0]), copies[0].place);
+        let (from, index_in_part) = (self.address(copies[0].srcs[0]), copies[0].index_in_part);
         let to: Vec<String> = copies.iter().map(|item| self.address(item.dst)).collect();
         let count = copies.len();
         line!(self, "                copy_slice_to_all<{count}>({from},");
@@ -312,7 +318,7 @@ impl Writer<'_> {
             "                    Targets<{count}>{{{{{}}}}},",
             to.join(",\n                        ")
         );
-        line!(self, "                    run.bytes(slice, {place}));");
+        line!(self, "                    run.bytes(slice, {index_in_part}));");
     }
 
     /// Whether a copy can be made at the same time as the one before it: one is within the rank, the other is not, and
@@ -346,7 +352,7 @@ impl Writer<'_> {
     /// Where a chunk's slice begins.
     fn address(&self, cell: Cell) -> String {
         let each = self.checked.plan().chunks_of_part().max(1);
-        let (part, place) = (cell.index / each, cell.index % each);
+        let (part, index_in_part) = (cell.index / each, cell.index % each);
         let own = match cell.buffer {
             Buffer::Scratch => {
                 let slot = match self.schedule.slot(cell) {
@@ -355,8 +361,8 @@ impl Writer<'_> {
                 };
                 return format!("run.scratch(slice, {}, {slot})", self.real(cell.rank));
             }
-            Buffer::Input => format!("run.input(slice, {part}, {place})"),
-            Buffer::Output => format!("run.output(slice, {part}, {place})"),
+            Buffer::Input => format!("run.input(slice, {part}, {index_in_part})"),
+            Buffer::Output => format!("run.output(slice, {part}, {index_in_part})"),
         };
         if cell.rank == self.rank {
             own

@@ -103,9 +103,9 @@ fn table(text: &mut String, cells: &[Vec<Vec<String>>], ranks: &[usize]) {
     }
 }
 
-/// An operation in few words. A peer's place has the rank before it.
+/// An operation in few words. A peer's span has the rank before it.
 fn short(rank: u32, operation: &Operation) -> String {
-    let place = |span: &Span| {
+    let shown = |span: &Span| {
         let own = Span { rank, ..*span }.seen_by(rank);
         if span.rank == rank { own } else { format!("{}:{own}", span.rank) }
     };
@@ -114,10 +114,10 @@ fn short(rank: u32, operation: &Operation) -> String {
         Operation::Copy { dst, src }
         | Operation::Put { dst, src }
         | Operation::Get { dst, src } => {
-            format!("{} {} > {}", operation.name(), place(src), place(dst))
+            format!("{} {} > {}", operation.name(), shown(src), shown(dst))
         }
         Operation::Reduce { dst, srcs } => {
-            format!("reduce {} > {}", Operation::listed(srcs, " ", place), place(dst))
+            format!("reduce {} > {}", Operation::listed(srcs, " ", shown), shown(dst))
         }
         Operation::Signal { peer, channel } => format!("signal {peer}{}", on(channel)),
         Operation::Wait { peer, channel } => format!("wait {peer}{}", on(channel)),

@@ -15,7 +15,7 @@
 //! | `programs` | for each rank a list of operations |
 //!
 //! An operation has `op` (`copy`, `put`, `get`, `reduce`, `signal`, `wait`, `barrier`, `join`) and, as far as that
-//! needs them, `dst`, `src`, `srcs`, `peer`, `channel` (0 if absent), `group`, `line`. A place is an object with
+//! needs them, `dst`, `src`, `srcs`, `peer`, `channel` (0 if absent), `group`, `line`. A span is an object with
 //! `buffer`, `index`, `count` (1 if absent) and `rank` (the program's own if absent).
 
 use std::fmt;

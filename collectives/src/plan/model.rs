@@ -48,7 +48,8 @@ pub enum Collective {
     Broadcast,
     /// Part `s` of rank `r`'s output is part `r` of rank `s`'s input.
     AllToAll,
-    /// One's own: for each rank and each chunk of its output, the chunks of inputs of which it is the reduction.
+    /// A collective of the program's own: for each rank and each chunk of its output, the chunks of inputs of which it is the
+    /// reduction.
     Custom {
         /// The name in messages and of the registry's key.
         name: String,
@@ -139,7 +140,7 @@ impl Span {
         Cell { rank: self.rank, buffer: self.buffer, index: self.index.saturating_add(offset) }
     }
 
-    /// Writes the place as a program of `rank` has it: whose buffer it is stands there only for a peer's.
+    /// Writes the span as a program of `rank` has it: whose buffer it is stands there only for a peer's.
     pub(crate) fn seen_by(self, rank: u32) -> String {
         let Self { buffer, index, count, .. } = self;
         let range = match count {
@@ -341,7 +342,7 @@ impl Plan {
         }
     }
 
-    /// Chunks of each part, or, of one's own collective, of the input.
+    /// Chunks of each part; of the input, where the collective is the program's own.
     pub fn chunks_of_part(&self) -> u32 {
         self.chunks / self.input_parts().max(1)
     }
@@ -365,9 +366,9 @@ impl Plan {
         }
     }
 
-    /// The place of a chunk in its part, which says how long it is: those at the end of a part may be shorter. Chunks of
+    /// The index of a chunk in its part, which says how long it is: those at the end of a part may be shorter. Chunks of
     /// scratch are as long as the first.
-    pub(crate) fn place_of(&self, cell: Cell) -> u32 {
+    pub(crate) fn index_in_part(&self, cell: Cell) -> u32 {
         match cell.buffer {
             Buffer::Scratch => 0,
             Buffer::Input | Buffer::Output => cell.index % self.chunks_of_part().max(1),

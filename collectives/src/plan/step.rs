@@ -12,7 +12,7 @@ pub(crate) enum PlanStep {
     Divide {
         cell: Cell,
         /// Which chunk of a part it has the length of.
-        place: u32,
+        index_in_part: u32,
         by: u32,
     },
     Signal {
@@ -32,7 +32,7 @@ pub(crate) struct Item {
     pub(crate) dst: Cell,
     pub(crate) srcs: Vec<Cell>,
     /// Which chunk of a part the operation has the length of: none of its chunks is shorter.
-    pub(crate) place: u32,
+    pub(crate) index_in_part: u32,
     /// Divisor of an average here: the number of inputs that are reduced in a result. 1 where nothing is divided,
     /// which are copies and partial results.
     pub(crate) divisor: u32,

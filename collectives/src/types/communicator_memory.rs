@@ -1,6 +1,6 @@
 //! The parts of the memory that a communicator holds.
 
-/// Bytes that a communicator holds on this rank. Those of a communicator in host memory are host memory, else the device's.
+/// Bytes that a communicator holds on this rank. They are bytes of host memory for a communicator there, and else of the device.
 /// They are the same on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CommunicatorMemory {
@@ -15,7 +15,7 @@ pub struct CommunicatorMemory {
     /// Slots of point-to-point messages.
     pub staging: u64,
     /// Bytes that it [would have grown by](crate::CommunicatorOptions::device_memory_grows), had each rank's device
-    /// had room: large calls go in more pieces meanwhile, and it is tried again. No part of the total.
+    /// had room: large calls go in more pieces meanwhile, and it is tried again. They are no part of the total.
     pub wanted: u64,
 }
 

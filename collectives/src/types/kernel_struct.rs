@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 
 /// Defines structs with C's layout. `struct Name as "CudaName"` says what a kernel calls it; `as ""` is a struct whose fields
 /// stand in the struct that has it. `field: u64 as "const char*"` says the type that a kernel has for a field, where it is
-/// another one than the field's own. Comments are those of both sides.
+/// another one than the field's own. Both sides get the comments.
 macro_rules! kernel_structs {
     ($(
         $(#[doc = $doc:literal])*

@@ -39,7 +39,7 @@ pub struct MatmulGather<'a> {
     pub left_scale: u64,
     /// The right matrices, at most [`Self::MAX_PROBLEMS`]. Ranks may have different ones.
     pub rights: &'a [RightMatrix],
-    /// Whether rows of the right matrices in memory are theirs, which 8-bit floats cannot be; else they are columns.
+    /// Whether rows in memory are rows of the right matrices; else they are columns, as those of 8-bit floats must be.
     pub right_by_rows: bool,
     /// Rows of each rank.
     pub rows: usize,

@@ -18,7 +18,7 @@ const CHUNK_BYTES: usize = 8 << 20;
 /// a right one of `inner` rows and [`MatmulScatter::columns`] columns.
 #[derive(Clone, Copy, Debug)]
 pub struct MatmulTerm {
-    /// The left matrix: a row in memory is one of it.
+    /// The left matrix: a row in memory is a row of it.
     pub left: MatrixView,
     /// Bytes from one of several [`MatmulScatter::batches`] of the left matrix to the next, a multiple of 16.
     pub batch_pitch: u64,
@@ -39,7 +39,7 @@ pub struct MatmulScatter<'a> {
     pub out_dtype: DType,
     /// The products that are added up, in `f32`; at most [`Self::MAX_TERMS`]. Ranks may have different ones.
     pub terms: &'a [MatmulTerm],
-    /// Whether rows of the right matrices in memory are theirs, which 8-bit floats cannot be; else they are columns.
+    /// Whether rows in memory are rows of the right matrices; else they are columns, as those of 8-bit floats must be.
     pub right_by_rows: bool,
     /// The result: `rows` rows.
     pub out: MatrixView,

@@ -11,7 +11,7 @@ use crate::DType;
 pub struct MatmulAllReduce {
     /// The type of all matrices: [`DType::F16`] or [`DType::Bf16`].
     pub dtype: DType,
-    /// The left matrix: a row in memory is one of it.
+    /// The left matrix: a row in memory is a row of it.
     pub left: MatrixView,
     /// The right matrix: as many rows as the left one has columns.
     pub right: MatrixView,

@@ -281,12 +281,13 @@ unsafe fn run_items(
         for step in steps {
             let address =
                 |cell: &Cell| buffers.address(*cell, begin * size, (begin - range.start) * size);
-            let count_of =
-                |place: u32| end.min(buffers.chunks.length(place as usize)).saturating_sub(begin);
-            let Item { dst, srcs, place, divisor } = match step {
+            let count_of = |index_in_part: u32| {
+                end.min(buffers.chunks.length(index_in_part as usize)).saturating_sub(begin)
+            };
+            let Item { dst, srcs, index_in_part, divisor } = match step {
                 PlanStep::Reduce(item) => item,
-                PlanStep::Divide { cell, place, by } => {
-                    let (to, count) = (address(cell), count_of(*place));
+                PlanStep::Divide { cell, index_in_part, by } => {
+                    let (to, count) = (address(cell), count_of(*index_in_part));
                     if let (Some(divide), 1..) = (loops.average, count) {
                         // SAFETY: the caller promised that the place is readable and writable; the destination is the
                         // source.
@@ -296,7 +297,7 @@ unsafe fn run_items(
                 }
                 PlanStep::Signal { .. } | PlanStep::Wait { .. } | PlanStep::Barrier => continue,
             };
-            let count = count_of(*place);
+            let count = count_of(*index_in_part);
             if count == 0 {
                 continue;
             }

@@ -16,7 +16,7 @@ pub enum PlanErrorKind {
     WrongResult,
     /// A wait without a signal, a signal that nobody waits for, or barriers that not all ranks come to.
     UnmatchedSignal,
-    /// A rank, chunk or peer that is not there, or a place that the operation cannot have.
+    /// A rank, chunk or peer that is not there, or a span that the operation cannot have.
     OutOfRange,
     /// An operation writes to an input, which stays the caller's.
     ReadOnly,

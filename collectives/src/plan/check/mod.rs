@@ -1,6 +1,6 @@
 //! The proof that a plan does what its collective promises, on every schedule.
 //!
-//! The checks, in this order: places and peers are there, and inputs are only read; signals and waits match; nobody
+//! The checks, in this order: spans and peers are there, and inputs are only read; signals and waits match; nobody
 //! waits in a circle; accesses that conflict are ordered, also with the calls before and after; and every output
 //! holds what it must, reduced in one order. `run` does most of it.
 //!
@@ -12,11 +12,11 @@
 //!
 //! # Chunks of unequal lengths
 //!
-//! The chunks of a part are equally long but for the last ones, which may be shorter, or empty. They are numbered by their
-//! place in the part, so a chunk at a later place is never longer. A chunk of scratch is as long as the first. An operation
-//! is over as many elements as all of its chunks have: as the one at the last place does. What it writes is known to be so
-//! long, wherever it goes on to. An output that is known to be shorter than its place is complete only where all chunks
-//! are equally long, and then calls must divide into such chunks.
+//! The chunks of a part are equally long but for the last ones, which may be shorter, or empty. A chunk has an
+//! *index in its part*, and one with a higher index is never longer. A chunk of scratch is as long as the first. An operation
+//! works on as many elements as each of its chunks has: as many as the one with the highest index. What it writes is known to
+//! be as long, wherever it goes on to. An output may be known to be shorter than the chunk that it is in. Then it is complete
+//! only where all chunks are equally long, and calls must divide into such chunks.
 
 mod clock;
 mod error;
@@ -69,7 +69,10 @@ impl Plan {
     fn needs_equal_chunks(&self, outcome: &RunOutcome) -> bool {
         let is_shorter = |rank, index| {
             let cell = Cell { rank, buffer: Buffer::Output, index };
-            outcome.cells.get(&cell).is_some_and(|held| held.place > self.place_of(cell))
+            outcome
+                .cells
+                .get(&cell)
+                .is_some_and(|held| held.index_in_part > self.index_in_part(cell))
         };
         let is_custom = matches!(self.collective, Collective::Custom { .. });
         is_custom
@@ -109,26 +112,26 @@ impl CheckedPlan {
                 Operation::Barrier => steps.push(PlanStep::Barrier),
                 _ => {}
             }
-            for (offset, Written { value, place }) in (0u32..).zip(&ran.written) {
+            for (offset, Written { value, index_in_part }) in (0u32..).zip(&ran.written) {
                 let Some(dst) = operation.destination() else { continue };
                 has_partial_results |= !values.is_flat(*value);
                 let srcs: Vec<Cell> =
                     operation.sources().iter().map(|src| src.cell(offset)).collect();
                 let divides = srcs.len() > 1 && results.contains(value) && !parts.contains(value);
                 let divisor = if divides { values.count(*value) } else { 1 };
-                let (dst, place) = (dst.cell(offset), *place);
-                steps.push(PlanStep::Reduce(Item { dst, srcs, place, divisor }));
+                let (dst, index_in_part) = (dst.cell(offset), *index_in_part);
+                steps.push(PlanStep::Reduce(Item { dst, srcs, index_in_part, divisor }));
             }
         }
         for (rank, steps) in (0u32..).zip(&mut steps) {
             for index in 0..plan.output_chunks(rank) {
                 let cell = Cell { rank, buffer: Buffer::Output, index };
-                let Some(HeldValue { value, place, .. }) = outcome.cells.get(&cell) else {
+                let Some(HeldValue { value, index_in_part, .. }) = outcome.cells.get(&cell) else {
                     continue;
                 };
                 let by = values.count(*value);
                 if by > 1 && parts.contains(value) {
-                    steps.push(PlanStep::Divide { cell, place: *place, by });
+                    steps.push(PlanStep::Divide { cell, index_in_part: *index_in_part, by });
                 }
             }
         }

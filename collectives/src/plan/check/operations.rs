@@ -1,4 +1,4 @@
-//! Checks of a plan's operations before any of them runs: whether their places and peers are there, whether signals
+//! Checks of a plan's operations before any of them runs: whether their spans and peers are there, whether signals
 //! match waits, and whether the protocol can do them.
 
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use super::super::model::{Buffer, Cell, Collective, Operation, Plan, Protocol, S
 use super::error::{PlanError, PlanErrorReason};
 use super::run::{error, name_of};
 
-/// Refuses places, peers and groups that are not there.
+/// Refuses spans, peers and groups that are not there.
 pub(super) fn check_places(plan: &Plan) -> Result<(), PlanError> {
     if let Collective::Custom { name, outputs } = &plan.collective {
         for (rank, chunks) in (0u32..).zip(outputs) {
@@ -69,7 +69,7 @@ fn check_span(plan: &Plan, span: Span) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether places are of the lengths and on the ranks that the operation asks for, and whether it may write there.
+/// Whether spans have the lengths and ranks that the operation asks for, and whether it may write there.
 fn check_shape(rank: u32, operation: &Operation) -> Result<(), (PlanErrorReason, String)> {
     let Some(dst) = operation.destination() else { return Ok(()) };
     let srcs = operation.sources();

@@ -99,7 +99,7 @@ pub(super) fn check_in_place(
             let (reason, message) = if written.value != usual.value {
                 let why = "reads an input that an output has overwritten by then";
                 (PlanErrorReason::OtherValue, format!("{} {why}", name()))
-            } else if written.place != usual.place && !needs_equal_chunks {
+            } else if written.index_in_part != usual.index_in_part && !needs_equal_chunks {
                 let why = "reads an input over which a shorter chunk was copied";
                 (PlanErrorReason::OtherLength, format!("{} {why}", name()))
             } else {

@@ -18,7 +18,7 @@ pub(super) struct Ran {
     pub(super) rank: u32,
     /// Its index in the rank's program.
     pub(super) index: usize,
-    /// For each chunk of its places, what it wrote.
+    /// For each chunk of its spans, what it wrote.
     pub(super) written: Vec<Written>,
 }
 
@@ -26,8 +26,8 @@ pub(super) struct Ran {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct Written {
     pub(super) value: Value,
-    /// The place in its part of the shortest chunk that takes part, which says how many elements were written.
-    pub(super) place: u32,
+    /// The index in its part of the shortest chunk that takes part, which says how many elements were written.
+    pub(super) index_in_part: u32,
 }
 
 /// Result of a run.
@@ -42,8 +42,8 @@ pub(super) struct RunOutcome {
 #[derive(Clone, Copy)]
 pub(super) struct HeldValue {
     pub(super) value: Value,
-    /// The place of the shortest chunk that it has passed through: so long it is known to be.
-    pub(super) place: u32,
+    /// The index in its part of the shortest chunk that it has passed through: it is known to be as long.
+    pub(super) index_in_part: u32,
     pub(super) writer: Option<(u32, usize)>,
 }
 
@@ -136,8 +136,8 @@ impl<'a> CheckRun<'a> {
             for index in 0..plan.chunks {
                 let value = run.values.input(rank, index);
                 let cell = Cell { rank, buffer: Buffer::Input, index };
-                let place = plan.place_of(cell);
-                run.cells.insert(cell, HeldValue { value, place, writer: None });
+                let index_in_part = plan.index_in_part(cell);
+                run.cells.insert(cell, HeldValue { value, index_in_part, writer: None });
             }
         }
         run
@@ -271,13 +271,13 @@ impl<'a> CheckRun<'a> {
         for offset in 0..dst.count {
             let mut found = Vec::with_capacity(operation.sources().len());
             let cell = dst.cell(offset);
-            let mut place = plan.place_of(cell);
+            let mut index_in_part = plan.index_in_part(cell);
             for src in operation.sources() {
                 let cell = src.cell(offset);
                 self.touch(rank, strand, index, moment, cell, false)?;
                 let held = self.cells.get(&Self::memory_of(plan, self.in_place, cell));
                 let value = held.map_or(PlanValues::UNDEFINED, |held| held.value);
-                place = place.max(held.map_or(0, |held| held.place));
+                index_in_part = index_in_part.max(held.map_or(0, |held| held.index_in_part));
                 if !self.values.is_defined(value) && self.undefined.is_none() {
                     let message = format!(
                         "{} reads {cell}, which nothing has written",
@@ -291,8 +291,9 @@ impl<'a> CheckRun<'a> {
             let value = self.values.reduced(found);
             self.touch(rank, strand, index, moment, cell, true)?;
             let cell = Self::memory_of(plan, self.in_place, cell);
-            self.cells.insert(cell, HeldValue { value, place, writer: Some((rank, index)) });
-            written.push(Written { value, place });
+            self.cells
+                .insert(cell, HeldValue { value, index_in_part, writer: Some((rank, index)) });
+            written.push(Written { value, index_in_part });
         }
         self.order.push(Ran { rank, index, written });
         Ok(())

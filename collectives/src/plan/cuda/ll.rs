@@ -27,19 +27,24 @@ impl Writer<'_> {
                 let (now, rest) = left.split_at(count);
                 left = rest;
                 let sources: Vec<(Cell, u32)> =
-                    now.iter().map(|item| (item.srcs[0], item.place)).collect();
-                let stores: Vec<(usize, Cell, u32)> =
-                    now.iter().enumerate().map(|(nth, item)| (nth, item.dst, item.place)).collect();
+                    now.iter().map(|item| (item.srcs[0], item.index_in_part)).collect();
+                let stores: Vec<(usize, Cell, u32)> = now
+                    .iter()
+                    .enumerate()
+                    .map(|(nth, item)| (nth, item.dst, item.index_in_part))
+                    .collect();
                 self.ll_loop(&sources, None, &stores);
                 continue;
             }
             // Copies of the result that follow go out with it.
-            let goes_out = |next: &&&Item| next.srcs == [first.dst] && next.place == first.place;
+            let goes_out = |next: &&&Item| {
+                next.srcs == [first.dst] && next.index_in_part == first.index_in_part
+            };
             let copies = left[1..].iter().take_while(goes_out).count();
             let sources: Vec<(Cell, u32)> =
-                first.srcs.iter().map(|src| (*src, first.place)).collect();
+                first.srcs.iter().map(|src| (*src, first.index_in_part)).collect();
             let stores: Vec<(usize, Cell, u32)> =
-                left[..=copies].iter().map(|item| (0, item.dst, first.place)).collect();
+                left[..=copies].iter().map(|item| (0, item.dst, first.index_in_part)).collect();
             self.ll_loop(&sources, Some(first), &stores);
             left = &left[copies + 1..];
         }
@@ -71,7 +76,7 @@ impl Writer<'_> {
     }
 
     /// A loop over a thread's vectors: loads or awaits the sources, reduces them for `reduction`, and stores results,
-    /// each as the number of a source, a chunk and the place whose length it has.
+    /// each as the number of a source, a chunk and the index in a part whose length it has.
     fn ll_loop(
         &mut self,
         sources: &[(Cell, u32)],
@@ -87,8 +92,8 @@ impl Writer<'_> {
              const Slice slice = run.slice(index, 0);"
         );
         line!(self, "        const LlSource from[{count}] = {{");
-        for (cell, place) in sources {
-            let bytes = format!("run.bytes(slice, {place})");
+        for (cell, index_in_part) in sources {
+            let bytes = format!("run.bytes(slice, {index_in_part})");
             match self.slot(*cell) {
                 Some(ScratchSlot::Ll(slot, writer)) => {
                     let (inbox, peer) = (self.inbox(cell.rank, slot), self.real(writer));
@@ -115,8 +120,8 @@ impl Writer<'_> {
             let divisor = item.divisor;
             line!(self, "            all[0] = reduce_vectors<DTYPE, {op}>(all, {divisor});");
         }
-        for (nth, cell, place) in stores {
-            let bytes = format!("run.bytes(slice, {place})");
+        for (nth, cell, index_in_part) in stores {
+            let bytes = format!("run.bytes(slice, {index_in_part})");
             line!(self, "            if (from[{nth}].has(at)) {{");
             match self.slot(*cell) {
                 Some(ScratchSlot::Ll(slot, _)) => {

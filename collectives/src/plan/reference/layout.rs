@@ -56,8 +56,8 @@ impl ChunkLayout {
 
     /// Elements before a chunk of the input or output.
     pub fn start(&self, index: u32) -> usize {
-        let (part, place) = (index as usize / self.of_part, index as usize % self.of_part);
-        part * self.count + (place * self.each).min(self.count)
+        let (part, index_in_part) = (index as usize / self.of_part, index as usize % self.of_part);
+        part * self.count + (index_in_part * self.each).min(self.count)
     }
 
     /// Elements of so many chunks.

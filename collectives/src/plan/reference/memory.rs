@@ -87,7 +87,7 @@ pub(super) struct ReferenceMemory {
     layout: super::ChunkLayout,
     size: usize,
     touched: Vec<Touched>,
-    /// The number of the value that is held where.
+    /// The number of the value that each chunk holds, by rank, region and first byte.
     held: BTreeMap<(u32, ChunkRegion, usize), usize>,
     in_place: Vec<bool>,
 }
@@ -233,7 +233,7 @@ impl ReferenceMemory {
         let bytes = self.bytes_of(by, place);
         let at = place.start + elements.start * size;
         let end = place.start + elements.end * size;
-        // Where nothing is, as of a rank that has nothing to broadcast, nothing is read.
+        // A rank that has nothing to broadcast has no memory there, and is read as a pattern.
         bytes.get(at..end).map_or_else(|| vec![0xee; end - at], <[u8]>::to_vec)
     }
 

@@ -40,7 +40,7 @@ use arithmetic::reduce;
 use memory::ReferenceMemory;
 use progress::RankProgress;
 
-/// Calls of a plan that follow each other, with data of their own and else alike.
+/// Successive calls of a plan, each with data of its own, and alike in everything else.
 #[derive(Clone, Debug)]
 pub struct CallSeries<'a> {
     /// The plan. It need not be checked.
