@@ -161,7 +161,7 @@ def test_a_store_on_the_network_needs_a_secret():
 
 
 def imports(path):
-    """The package's modules that one imports, anywhere in it but for type checkers alone: nothing runs there."""
+    """The package's modules that one imports, anywhere but under TYPE_CHECKING: nothing runs there."""
     tree = ast.parse(path.read_text())
     tests = [node for node in ast.walk(tree) if isinstance(node, ast.If)]
     checkers = [node for node in tests if ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")]

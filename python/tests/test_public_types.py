@@ -109,8 +109,8 @@ LEFT = {
 
 
 def signatures_of(path):
-    """The functions and methods of a module that other modules may call, by name, with their annotations. What stands for
-    any arguments (`*arguments`, `**options`) is left out: it is passed on."""
+    """The functions and methods of a module that other modules may call, by name, with annotations. What
+    stands for any arguments (`*arguments`, `**options`) is left out: it is passed on."""
 
     def walk(node, prefix):
         for child in ast.iter_child_nodes(node):
