@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_first._at_fork_reinit)  # type: ignore[attr-
 def key_of(argument: GroupLike) -> GroupKey:
     """The object that stands for a group: what pools and communicators are found by."""
     if argument is not None:
-        return argument  # type: ignore[return-value]  # what is no key is refused where it is used
+        return argument  # type: ignore[return-value]  # others are refused where they are used
     dist = distributed()
     if dist is not None and dist.is_initialized():
         _default_was_torchs[:] = [True]

@@ -293,7 +293,7 @@ def _is_served_by_rank_0(store: Any, world: int) -> bool:
 def own_connection(store: torch.distributed.Store) -> torch.distributed.Store:
     """A store by a connection of its own, where it is one to a server: who waits for a key in a store has
     its connection, and nobody else in the process says or asks anything there meanwhile."""
-    # Of torch's stores, those to a server have it.
+    # Torch's stores on a server have it, which its stubs do not say.
     return store.clone() if tcp_below(store) is not None else store  # type: ignore[attr-defined]
 
 
@@ -309,7 +309,7 @@ class _Connections:
         try:
             return own.store
         except AttributeError:
-            own.store = StoreAdapter._call(self._store.clone)  # type: ignore[attr-defined]  # as above
+            own.store = StoreAdapter._call(self._store.clone)  # type: ignore[attr-defined]
             return own.store
 
     def forget(self) -> None:
