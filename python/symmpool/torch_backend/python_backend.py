@@ -45,7 +45,6 @@ from symmpool.torch_backend.work import (
 if TYPE_CHECKING:
     import torch.distributed
 
-    from symmpool.communicators.entry import CommunicatorEntry
 
 __all__ = ["SymmpoolBackend"]
 
