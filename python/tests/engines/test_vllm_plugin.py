@@ -183,6 +183,19 @@ def served(model, folder, options, **variables):
             path.unlink()
 
 
+def test_vllm_takes_the_options_that_the_recipe_names():
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser())
+    # Those of the command that needs GPUs, and of each mode.
+    (on_gpus,) = re.findall(r"^vllm serve MODEL (.+)$", RECIPE, re.MULTILINE)
+    for options in (on_gpus, *re.findall(r"`(--[^`]+)`", RECIPE)):
+        assert parser.parse_known_args(["--model", "MODEL", *shlex.split(options)])[1] == [], options
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--model", "MODEL", "--not-of-vllm"])
+
+
 BODY = {"model": "small", "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
