@@ -30,7 +30,7 @@ def shared_memory():
     return set(pathlib.Path("/dev/shm").glob("vllm_dist_*"))
 
 
-def generate(model, ranks=2, variables=None, timeout=400, **options):
+def generate(model, ranks=2, variables=None, timeout=900, **options):
     """The result of `generate.py`, and what it wrote besides."""
     options = {"tensor_parallel_size": ranks, "enforce_eager": True, **options}
     before = shared_memory()
