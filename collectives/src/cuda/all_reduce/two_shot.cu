@@ -24,6 +24,12 @@ constexpr bool GATHERS = RUN != Collective::REDUCE_SCATTER;
 // Whether a warp's threads, which find their vectors at different looks, go on together, where registers suffice.
 constexpr bool TOGETHER = BLOCKS == 1;
 
+// Vectors that a thread sends at once.
+constexpr u32 SENT = SCATTERS ? WORLD - 1 : 1;
+
+// With little data the first loads are under way while the session's state is read.
+constexpr bool LOADS_EARLY = BLOCKS == 1;
+
 // Blocks that share SMs with other communicators may have one each, and have more threads.
 constexpr int RESIDENT = SHARES_SMS ? 1 : BLOCKS;
 
@@ -34,6 +40,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const u64 vectors = chunks.vectors();
     // Inputs come first in the inbox, results behind them.
     const u64 results = SCATTERS ? INBOX_SLOTS * vectors : 0;
+    // Loads what is sent of vector `at`: that of each peer's chunk, or of this rank's input alone.
+    auto load = [&](u64 at, uint4 (&found)[SENT]) {
+#pragma unroll
+        for (u32 nth = 0; nth < SENT; ++nth) {
+            const Source from = SCATTERS ? chunks.of(call.input, comm.after(nth + 1)) : Source(call.input, chunks.bytes);
+            if (at < from.vectors()) {
+                found[nth] = from.load(at);
+            }
+        }
+    };
+    uint4 first[SENT];
+    if (LOADS_EARLY && !is_leader_block() && (!BROADCASTS || comm.rank == call.root)) {
+        load(worker_thread(), first);
+    }
     Session session(comm);
     const SmGrant grant(comm);
     if (grant.is_over() || session.failed) {
@@ -46,17 +66,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     }
 
     // Sends a vector of each peer's chunk to that peer.
-    auto scatter = [&](u64 at) {
+    auto scatter = [&](u64 at, bool is_first) {
         if (at >= vectors) {
             return;
         }
-        uint4 out[WORLD - 1];
+        uint4 out[SENT];
+        if (LOADS_EARLY && is_first) {
 #pragma unroll
-        for (u32 distance = 1; distance < WORLD; ++distance) {
-            const Source chunk = chunks.of(call.input, comm.after(distance));
-            if (at < chunk.vectors()) {
-                out[distance - 1] = chunk.load(at);
+            for (u32 nth = 0; nth < SENT; ++nth) {
+                out[nth] = first[nth];
             }
+        } else {
+            load(at, out);
         }
 #pragma unroll
         for (u32 distance = 1; distance < WORLD; ++distance) {
@@ -69,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     };
     // Reduces a vector of this rank's chunk, or takes its input where nothing is reduced, stores it and sends it to
     // all peers.
-    auto reduce = [&](u64 at) {
+    auto reduce = [&](u64 at, bool is_first) {
         if (BROADCASTS && comm.rank != call.root) {
             return true;
         }
@@ -80,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         }
         uint4 own;
         if (has) {
-            own = Inbox::prepare(input.load(at));
+            own = Inbox::prepare(!SCATTERS && LOADS_EARLY && is_first ? first[0] : input.load(at));
         }
         if (SCATTERS) {
             uint4 all[WORLD];
@@ -152,18 +173,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     const u64 step = worker_threads();
     u64 at = worker_thread();
     if (SCATTERS) {
-        scatter(at);
+        scatter(at, true);
     }
     session.advance();
     if (SCATTERS && MUCH) {
-        scatter(at + step);
+        scatter(at + step, false);
     }
     inbox.reset_stale(worker_thread(), worker_threads());
-    for (; at < vectors; at += step) {
+    for (bool is_first = true; at < vectors; at += step, is_first = false) {
         if (SCATTERS && !MUCH) {
-            scatter(at + step);
+            scatter(at + step, false);
         }
-        if (!reduce(at)) {
+        if (!reduce(at, is_first)) {
             return;
         }
         if (GATHERS && at >= step && !gather(at - step)) {
@@ -173,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
             return;
         }
         if (SCATTERS && MUCH) {
-            scatter(at + 2 * step);
+            scatter(at + 2 * step, false);
         }
     }
 }

@@ -151,11 +151,11 @@ fn hash_of(jits: &[Jit], jobs: &[&VariantJob]) -> String {
 }
 
 /// Needs of the variants of all kernels: as recorded, or compiled now. Says whether some are not recorded, and
-/// records all if SYMMPOOL_BLESS is set.
+/// records these too if SYMMPOOL_BLESS is set.
 fn needs<'a>(jits: &[Jit], jobs: &'a [VariantJob]) -> Vec<Done<'a>> {
     let blesses = env::var_os("SYMMPOOL_BLESS").is_some();
-    // The file is not read where it is to be written anew: all variants are compiled then.
-    let recorded = if blesses { Recorded::default() } else { Recorded::read() };
+    // The file is not read where all of it is to be written anew.
+    let recorded = if blesses && compiles_all() { Recorded::default() } else { Recorded::read() };
     let mut by_kernel: BTreeMap<&str, Vec<&VariantJob>> = BTreeMap::new();
     for job in jobs {
         by_kernel.entry(job.kernel.name).or_default().push(job);
