@@ -60,6 +60,11 @@ def test_options_that_make_no_sense_are_refused(argument, capsys):
     assert error.value.code == 2 and argument.partition("=")[0] in capsys.readouterr().err
 
 
+def test_each_order_can_be_chosen_by_its_name():
+    for name in order.ORDERS:
+        assert cli.parser().parse_args(["order", "--orders", name]).orders == [name]
+
+
 def test_a_quick_run_has_few_sizes_and_rounds():
     options = cli.parser().parse_args(["order", "--quick"])
     order.prepare(options, "cuda")

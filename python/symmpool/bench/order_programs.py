@@ -30,7 +30,7 @@ MAX_CALLS, GRAPH_BYTES = 20, 128 << 20
 
 FRESH = "fresh"
 #: A kernel of the program stands before each call: alone, and beside communicators that rest.
-KERNELS, KERNELS_RESTING = "kernels between", "kernels, 3 rest"
+KERNELS, KERNELS_RESTING = "kernels between", "kernels and 3 rest"
 #: Elements that such a kernel adds a number to.
 KERNEL_ELEMENTS = 16 << 10
 #: A dispatch and a combine: no collective of its own, so that nothing explains it.
