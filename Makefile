@@ -259,6 +259,9 @@ emulated-faults: emulated-begun
 		--algorithms one_shot_ll,two_shot_push,p2p,plans,native,late,outside,captures
 	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --quick --ranks 2 --timeout 8 --algorithms launches
 	$(EMULATED) $(COLLECTIVES) killed $(PATIENCE) --quick --ranks 2 --algorithms growth,captured_growth
+	$(EMULATED) $(PROGRAMS)/cuda_hosts transfers --hosts a,b,b,a
+	$(EMULATED) $(PROGRAMS)/cuda_hosts transfers --hosts a,b,a
+	$(EMULATED) $(PROGRAMS)/cuda_hosts faults --hosts a,b
 else
 test-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"
@@ -271,6 +274,10 @@ $(EMULATOR)/libcuda.so.1: $(wildcard tests/emulator/*)
 	c++ $(CXXFLAGS) -Wl,-soname,libcuda.so.1 -o $@ $(addprefix tests/emulator/,driver.cpp guards.cpp \
 		memory.cpp programs.cpp streams.cpp threads.cpp) -ldl
 	ln -s libcuda.so.1 $(EMULATOR)/libcuda.so
+	mkdir $(EMULATOR)/older
+	c++ $(CXXFLAGS) -Wl,-soname,libnccl.so.2 -o $(EMULATOR)/libnccl.so.2 tests/emulator/nccl.cpp -ldl
+	c++ $(CXXFLAGS) -DWITHOUT_BROADCAST -Wl,-soname,libnccl.so.2 -o $(EMULATOR)/older/libnccl.so.2 \
+		tests/emulator/nccl.cpp -ldl
 
 $(EMULATOR)/libnvrtc.so.13: $(EMULATOR)/libcuda.so.1
 	c++ $(CXXFLAGS) -DEMULATOR_FOLDER='"$(CURDIR)/tests/emulator"' -DEMULATOR_DRIVER='"$<"' -o $@ \

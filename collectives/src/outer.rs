@@ -1,10 +1,12 @@
-//! The engine that carries data from host to host: [`Outer`], which a program brings along.
+//! The engine that carries data from host to host: [`Outer`], which a program brings along, and one over NCCL.
 
 #![allow(unsafe_code)] // declares what implementations and callers promise about raw memory
 
+mod nccl;
+
 use std::time::Duration;
 
-use symmpool_allocator::{Result, Stream};
+use symmpool_allocator::{Error, Result, Stream};
 
 /// A move of bytes between the ranks of an [`Outer`]. Lengths are in bytes, and ranks count in the outer engine.
 #[derive(Clone, Copy, Debug)]
@@ -45,8 +47,8 @@ pub enum Transfer<'a> {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ticket(pub u64);
 
-/// An outer engine: it carries bytes between ranks of several hosts, where memory is not shared. symmpool has none of its
-/// own. Python's package makes them of torch.distributed's groups.
+/// An outer engine: it carries bytes between ranks of several hosts, where memory is not shared. symmpool has no transport of
+/// its own: [`Outers::nccl`] makes engines over NCCL, and Python's package over torch.distributed's groups.
 ///
 /// All its ranks begin the same transfers in the same order. Every wait must be bounded: by the communicator's timeout,
 /// or by [`abort`](Self::abort).
@@ -54,7 +56,7 @@ pub struct Ticket(pub u64);
 /// # Safety
 ///
 /// Implementations read and write the memory of a transfer only from its `begin` until its `finish` has returned `Ok`, or
-/// until [`abort`](Self::abort) has returned.
+/// until [`abort`](Self::abort) has returned `Ok`.
 pub unsafe trait Outer: Send {
     /// Name for messages and documents: `gloo`, `NCCL`.
     fn name(&self) -> String;
@@ -88,10 +90,19 @@ pub unsafe trait Outer: Send {
     /// Why it did not end. Any error ends the communicator on all ranks.
     fn finish(&mut self, ticket: Ticket, stream: &Stream) -> Result<()>;
 
+    /// Why transfers fail from now on, where that is found while nobody waits for one: on a device.
+    fn failure(&self) -> Option<Error> {
+        None
+    }
+
     /// Ends all transfers under way, with an error or not, and closes the connections, so that other ranks' transfers
-    /// end as well. Nothing is begun afterwards. When it returns, the memory of transfers is given to others. Bounded by the
+    /// end as well. Nothing is begun afterwards. When it returns `Ok`, the memory of transfers is given to others. Bounded by the
     /// timeout of what is under way. May be called again.
-    fn abort(&mut self);
+    ///
+    /// # Errors
+    ///
+    /// Why transfers may still use their memory: the communicator keeps its own, and never gives it back.
+    fn abort(&mut self) -> Result<()>;
 }
 
 /// The outer engines of one rank of a group that spans hosts.

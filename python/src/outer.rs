@@ -104,7 +104,7 @@ unsafe impl Outer for PythonOuter {
 
     /// Asks until all transfers have ended, which their own timeouts bound: their memory is given to others then. Ctrl-C ends
     /// no transfer, so it is raised behind this.
-    fn abort(&mut self) {
+    fn abort(&mut self) -> Result<()> {
         let mut interrupted = false;
         loop {
             let asked = Python::try_attach(|py| {
@@ -118,7 +118,7 @@ unsafe impl Outer for PythonOuter {
                 Some(false) => std::thread::sleep(ASK_AGAIN),
                 Some(true) => break,
                 // The interpreter has closed the connections when it ended.
-                None => return,
+                None => return Ok(()),
             }
         }
         if interrupted {
@@ -127,6 +127,7 @@ unsafe impl Outer for PythonOuter {
                 again.map(drop).unwrap_or_else(|error| error.write_unraisable(py, None));
             });
         }
+        Ok(())
     }
 }
 

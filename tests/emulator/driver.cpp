@@ -514,6 +514,9 @@ int cuStreamWaitEvent(void* handle, Event* event, unsigned) {
     Stream* stream = known(handle);
     return stream == nullptr ? INVALID : code_of(wait(stream, event));
 }
+int cuLaunchHostFunc(void* handle, void (*work)(void*), void* data) {
+    return on(handle, [=](Stream* stream) { put(stream, [=] { work(data); }); });
+}
 int cuStreamBeginCapture_v2(void* handle, unsigned mode) {
     Stream* stream = known(handle);
     return stream != nullptr && begin_capture(stream, mode == GLOBAL_MODE) ? OK : CAPTURE_UNSUPPORTED;

@@ -34,6 +34,7 @@ use crate::jit::sources::KERNELS;
 
 pub(crate) use self::all_reduce::constraints::fits_lamport;
 pub use self::all_reduce::row::{Cases, CheckedAllReduce};
+pub(crate) use self::driver::api::{Api as CudaApi, CudaHandle};
 pub(crate) use self::engine::failure::Failure as CudaFailure;
 pub use self::engine::memory_operations::end_watching;
 #[cfg(feature = "testing")]

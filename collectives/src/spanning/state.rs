@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)] // hands raw buffers to engines
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use super::ranks::{RankTable, Route};
 use super::staging::Staging;
 use crate::algorithm::{AUTO, StandardCollective};
 use crate::call::{Arguments, CallDescription, StandardCall, rank_list};
-use crate::engine::Engine;
+use crate::engine::{Engine, FailureHandle};
 use crate::host::Isa;
 use crate::outer::Outers;
 use crate::types::place::Place;
@@ -25,6 +26,29 @@ const REASON_WAIT: Duration = Duration::from_secs(2);
 /// How long a rank tries to leave its reason.
 const REASON_LEAVE: Duration = Duration::from_secs(2);
 
+/// Why a communicator fails, and whether its memory may still be in use.
+#[derive(Debug, Default)]
+pub(super) struct SpanningFailure {
+    why: OnceLock<Error>,
+    keeps_memory: AtomicBool,
+}
+
+impl SpanningFailure {
+    pub(super) fn get(&self) -> Option<&Error> {
+        self.why.get()
+    }
+}
+
+impl FailureHandle for SpanningFailure {
+    fn get(&self) -> Option<&Error> {
+        self.why.get()
+    }
+
+    fn leaks(&self) -> bool {
+        self.keeps_memory.load(Ordering::Relaxed)
+    }
+}
+
 /// One rank's side of a communicator that spans hosts.
 pub(crate) struct SpanningEngine {
     /// The engine of this host's ranks.
@@ -33,7 +57,7 @@ pub(crate) struct SpanningEngine {
     pub(super) ranks: RankTable,
     pub(super) staging: Staging,
     pub(super) isa: Isa,
-    pub(super) failed: Arc<OnceLock<Error>>,
+    pub(super) failed: Arc<SpanningFailure>,
     /// Where ranks leave why they stopped, and under which name.
     pub(super) group: Group,
     pub(super) name: String,
@@ -71,7 +95,7 @@ impl SpanningEngine {
             outers,
             staging: Staging::new(pool.layout(), staging),
             isa: Isa::detect(),
-            failed: Arc::new(OnceLock::new()),
+            failed: Arc::default(),
             group: pool.group().clone(),
             name: format!("communicator of commit {number} at offset {staging:#x}"),
             agreement: Agreement::new(hosts),
@@ -200,6 +224,7 @@ impl SpanningEngine {
         self.inner.decline_and_fail(why.clone(), &Stream::DEFAULT);
         self.abort();
         self.failed
+            .why
             .get_or_init(|| {
                 why.clone().context(format!(
                     "rank {}: this communicator has failed on all hosts; rebuild it",
@@ -217,10 +242,12 @@ impl SpanningEngine {
 
     /// Ends all transfers, and closes the connections.
     fn abort(&mut self) {
-        if let Some(rail) = &mut self.outers.rail {
-            rail.abort();
+        let rail = self.outers.rail.as_mut().map_or(Ok(()), |rail| rail.abort());
+        let flat = self.outers.flat.abort();
+        if let Err(error) = rail.and(flat) {
+            self.failed.keeps_memory.store(true, Ordering::Relaxed);
+            tracing::error!(%error, "memory of a communicator over hosts is not given back, as transfers may use it");
         }
-        self.outers.flat.abort();
     }
 
     /// The error of an engine of this host, with ranks as the group counts them.

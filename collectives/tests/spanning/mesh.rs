@@ -218,17 +218,18 @@ unsafe impl Outer for ThreadOuter {
         Ok(())
     }
 
-    fn abort(&mut self) {
+    fn abort(&mut self) -> Result<()> {
         let (lock, changed) = &*self.mesh.0;
         lock.lock().unwrap().closed.insert((self.name.clone(), self.rank));
         changed.notify_all();
         self.begun.clear();
+        Ok(())
     }
 }
 
 impl Drop for ThreadOuter {
     /// A connection closes with its rank.
     fn drop(&mut self) {
-        self.abort();
+        let _ = self.abort();
     }
 }

@@ -16,12 +16,12 @@ use symmpool_allocator::driver::CudaDriver;
 use symmpool_allocator::{Driver, Error, Result, Stream};
 
 /// A pointer-sized handle (`CUmodule`, `CUfunction`, `CUstream`, `CUevent`) that is passed on, never followed.
-pub(in crate::cuda) type CudaHandle = usize;
+pub(crate) type CudaHandle = usize;
 
 macro_rules! functions {
     ($($field:ident = $symbol:ident($($argument:ty),*);)*) => {
         /// Entry points, named after the functions.
-        pub(in crate::cuda) struct Api {
+        pub(crate) struct Api {
             $(pub(in crate::cuda) $field: unsafe extern "C" fn($($argument),*) -> c_uint,)*
         }
 
@@ -65,18 +65,19 @@ functions! {
     stream_wait = cuStreamWaitEvent(CudaHandle, CudaHandle, c_uint);
     event_create = cuEventCreate(*mut CudaHandle, c_uint);
     event_record = cuEventRecord(CudaHandle, CudaHandle);
+    event_query = cuEventQuery(CudaHandle);
     event_destroy = cuEventDestroy_v2(CudaHandle);
 }
 
 impl Api {
     /// `is_unsupported` where there is no driver library, or it lacks a function.
-    pub(in crate::cuda) fn get() -> Result<&'static Self> {
+    pub(crate) fn get() -> Result<&'static Self> {
         static API: OnceLock<Result<Api>> = OnceLock::new();
         API.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
     /// A stream that does not wait for the default stream. The device's context must be current.
-    pub(in crate::cuda) fn stream(&self) -> Result<Stream> {
+    pub(crate) fn stream(&self) -> Result<Stream> {
         let mut handle: CudaHandle = 0;
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint;
         // SAFETY: writes one handle through a valid pointer.
@@ -87,13 +88,76 @@ impl Api {
     }
 
     /// An event without timing. The device's context must be current.
-    pub(in crate::cuda) fn event(&self) -> Result<CudaHandle> {
+    pub(crate) fn event(&self) -> Result<CudaHandle> {
         let mut handle: CudaHandle = 0;
         let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
         // SAFETY: writes one handle through a valid pointer.
         let code = unsafe { (self.event_create)(&raw mut handle, flags) };
         CudaDriver::check(code, || "making an event".to_owned())?;
         Ok(handle)
+    }
+
+    /// Marks the end of what the stream was given so far. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// The event is of [`Self::event`] and was not destroyed, and the stream is live.
+    pub(crate) unsafe fn record(&self, event: CudaHandle, stream: u64) -> Result<()> {
+        // SAFETY: the caller promised that event and stream are there.
+        let code = unsafe { (self.event_record)(event, stream as CudaHandle) };
+        CudaDriver::check(code, || "recording an event".to_owned())
+    }
+
+    /// Has a stream wait for what an event marks. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// The event is of [`Self::event`] and was not destroyed, and the stream is live.
+    pub(crate) unsafe fn wait(&self, stream: u64, event: CudaHandle) -> Result<()> {
+        // SAFETY: the caller promised that event and stream are there.
+        let code = unsafe { (self.stream_wait)(stream as CudaHandle, event, 0) };
+        CudaDriver::check(code, || "having a stream wait for an event".to_owned())
+    }
+
+    /// Whether the device has done what an event marks. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// The event is of [`Self::event`] and was not destroyed.
+    pub(crate) unsafe fn is_done(&self, event: CudaHandle) -> Result<bool> {
+        // SAFETY: the caller promised that the event is there.
+        let code = unsafe { (self.event_query)(event) };
+        if code == sys::CUresult::CUDA_ERROR_NOT_READY as c_uint {
+            return Ok(false);
+        }
+        CudaDriver::check(code, || "asking for an event".to_owned())?;
+        Ok(true)
+    }
+
+    /// Destroys an event. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// The event is of [`Self::event`], and nobody uses it from now on.
+    pub(crate) unsafe fn destroy_event(&self, event: CudaHandle) {
+        // SAFETY: the caller promised that the event is there, and that this is the last use of it.
+        let code = unsafe { (self.event_destroy)(event) };
+        if let Err(error) = CudaDriver::check(code, || "giving back an event".to_owned()) {
+            tracing::debug!(%error, "at the end of a communicator");
+        }
+    }
+
+    /// Destroys a stream, which does first what it was given. The device's context must be current.
+    ///
+    /// # Safety
+    ///
+    /// The stream is of [`Self::stream`], and nobody uses it from now on.
+    pub(crate) unsafe fn destroy_stream(&self, stream: Stream) {
+        // SAFETY: the caller promised that the stream is there, and that this is the last use of it.
+        let code = unsafe { (self.stream_destroy)(stream.raw() as CudaHandle) };
+        if let Err(error) = CudaDriver::check(code, || "giving back a stream".to_owned()) {
+            tracing::debug!(%error, "at the end of a communicator");
+        }
     }
 
     /// Makes so many bytes of device memory. The device's context must be current. [`Self::free`] gives them back.
