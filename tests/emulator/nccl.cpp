@@ -34,7 +34,7 @@ struct Ring {
     char data[RING];
 };
 
-// What the ranks of a communicator share.
+// Memory that the ranks of a communicator share.
 struct Shared {
     std::atomic<int> attached;
     std::atomic<bool> aborted[MAX_RANKS];
@@ -190,7 +190,7 @@ extern "C" {
 struct Id {
     char text[128];
 };
-// As `ncclConfig_t` begins.
+// Beginning of `ncclConfig_t`.
 struct Config {
     size_t size;
     unsigned magic, version;

@@ -51,10 +51,10 @@ impl Outers {
         let place = RailPlace::of(hosts, rank);
         let deadline = Deadline::after(limit);
         let own = offer(pool.driver(), rank, &place);
-        let frame = own.as_ref().map_or_else(Offer::refused, Offer::frame);
+        let frame = own.as_ref().map_or_else(NcclOffer::refused, NcclOffer::frame);
         let gathered = group.all_gather("NCCL's ids", &frame, deadline)?;
-        let offers = gathered.parts().map(Offer::read);
-        let offers: Vec<Result<Offer>> = offers.collect();
+        let offers = gathered.parts().map(NcclOffer::read);
+        let offers: Vec<Result<NcclOffer>> = offers.collect();
         let library = own.map(|(library, _)| library);
         let ids = agreed(&offers, hosts)?;
         let made = connect(&group, pool.driver(), library?, (rank, hosts, &place), &ids, deadline);
@@ -102,16 +102,16 @@ impl RailPlace {
     }
 }
 
-/// What a rank tells the others: its version of NCCL, and ids that others need.
+/// Message of a rank to the others: its version of NCCL, and ids that others need.
 #[derive(Clone, Copy)]
-struct Offer {
+struct NcclOffer {
     version: u32,
     /// The ids of the communicator of all ranks and of the rail: zeros of a rank that makes none.
     flat: UniqueId,
     rail: UniqueId,
 }
 
-impl Offer {
+impl NcclOffer {
     /// The message of a rank that cannot.
     fn refused(why: &Error) -> Vec<u8> {
         [&[1], why.message().as_bytes()].concat()
@@ -136,7 +136,7 @@ impl Offer {
 }
 
 /// This rank's NCCL, and its offer.
-fn offer(driver: &Driver, rank: u32, place: &RailPlace) -> Result<(NcclLibrary, Offer)> {
+fn offer(driver: &Driver, rank: u32, place: &RailPlace) -> Result<(NcclLibrary, NcclOffer)> {
     in_context(driver, || {
         let library = NcclLibrary::open()?;
         let version = library.version()?.unsigned_abs();
@@ -144,7 +144,7 @@ fn offer(driver: &Driver, rank: u32, place: &RailPlace) -> Result<(NcclLibrary, 
         let flat = if rank == 0 { library.unique_id() } else { none() };
         let is_first = place.has_rail && place.host == 0;
         let rail = if is_first { library.unique_id() } else { none() };
-        Ok((library, Offer { version, flat: flat?, rail: rail? }))
+        Ok((library, NcclOffer { version, flat: flat?, rail: rail? }))
     })
 }
 
@@ -153,7 +153,7 @@ fn at_rank(hosts: &Hosts, rank: u32, why: Error) -> Error {
 }
 
 /// The offers, if all ranks can make communicators with each other: the same error on all of them otherwise.
-fn agreed(offers: &[Result<Offer>], hosts: &Hosts) -> Result<Vec<Offer>> {
+fn agreed(offers: &[Result<NcclOffer>], hosts: &Hosts) -> Result<Vec<NcclOffer>> {
     let mut found = Vec::new();
     for (rank, offer) in (0_u32..).zip(offers) {
         found.push(offer.clone().map_err(|why| at_rank(hosts, rank, why))?);
@@ -178,7 +178,7 @@ fn connect(
     driver: &Driver,
     library: NcclLibrary,
     (rank, hosts, place): (u32, &Hosts, &RailPlace),
-    offers: &[Offer],
+    offers: &[NcclOffer],
     deadline: Deadline,
 ) -> Result<Arc<Transfers>> {
     let rail = place.has_rail.then(|| {
@@ -224,7 +224,7 @@ fn connect(
     }
 }
 
-/// What both outer engines of a rank have in common: its end is that of the communicators.
+/// Part that both outer engines of a rank have in common: its end is that of the communicators.
 struct OuterPair {
     transfers: Arc<Transfers>,
     maker: ProcessId,
@@ -343,15 +343,19 @@ mod tests {
 
     #[test]
     fn offers_are_read_as_they_were_written() {
-        let offer =
-            Offer { version: 22809, flat: UniqueId([3; ID_BYTES]), rail: UniqueId([7; ID_BYTES]) };
+        let offer = NcclOffer {
+            version: 22809,
+            flat: UniqueId([3; ID_BYTES]),
+            rail: UniqueId([7; ID_BYTES]),
+        };
         let written = [&[0], &offer.version.to_le_bytes()[..], &[3; ID_BYTES], &[7; ID_BYTES]];
-        let read = Offer::read(&written.concat()).unwrap();
+        let read = NcclOffer::read(&written.concat()).unwrap();
         assert_eq!((read.version, read.flat.0, read.rail.0), (22809, [3; 128], [7; 128]));
-        let refused = Offer::read(&Offer::refused(&Error::unsupported("no NCCL"))).err().unwrap();
+        let refused =
+            NcclOffer::read(&NcclOffer::refused(&Error::unsupported("no NCCL"))).err().unwrap();
         assert!(refused.is_unsupported() && refused.message().contains("no NCCL"), "{refused}");
         for cut in [&[][..], &[0], &[0, 1, 2, 3, 4, 5]] {
-            assert!(Offer::read(cut).err().unwrap().is_invalid_state());
+            assert!(NcclOffer::read(cut).err().unwrap().is_invalid_state());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What becomes of NCCL's faults: typed errors on all ranks, within a deadline.
+//! Faults of NCCL, which are typed errors on all ranks, within a deadline.
 
 #![allow(unsafe_code)] // names blocks by their addresses, and calls the fake NCCL
 
@@ -56,7 +56,7 @@ const CASES: [FaultCase; 8] = [
         name: "init_blocks",
         variable: "init=blocks",
         is: Error::is_timeout,
-        // Of the rank that it blocks, and of those that wait for it.
+        // The rank that it blocks names another function than those that wait for it.
         says: "timed out after 4.0s for",
     },
     FaultCase {

@@ -17,7 +17,7 @@ const LOOK_AGAIN: Duration = Duration::from_micros(50);
 /// Longest wait of the thread that aborts for a call under way, which the abort ends where it is stuck.
 const MAX_CALL: Duration = Duration::from_secs(1);
 
-/// What ranks make a communicator of: the id that all have, the rank, and the number of ranks.
+/// Place of a rank in a communicator: the id that all of its ranks have, the rank, and the number of ranks.
 #[derive(Clone, Copy)]
 pub(super) struct Seat {
     pub(super) id: UniqueId,

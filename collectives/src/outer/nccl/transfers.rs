@@ -39,7 +39,7 @@ struct Pending {
     what: String,
 }
 
-/// What both outer engines of a rank share.
+/// Transfers of both outer engines of a rank, and their communicators.
 pub(super) struct Transfers {
     pub(super) driver: Driver,
     pub(super) api: &'static CudaApi,
