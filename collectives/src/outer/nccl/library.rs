@@ -152,7 +152,7 @@ impl NcclLibrary {
         Ok(id)
     }
 
-    /// Begins to make a communicator that never blocks. Ask for its [state](Self::state) until it is there. The device's
+    /// Begins to make a communicator that never blocks. Ask [`Self::is_settled`] until it is there. The device's
     /// context must be current.
     pub(super) fn init_rank(self, id: UniqueId, rank: u32, world: u32) -> Result<RawComm> {
         let config = Config {
