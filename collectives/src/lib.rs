@@ -28,6 +28,9 @@ mod spanning;
 mod sync;
 mod types;
 
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub use algorithm::read_table;
 pub use algorithm::{
     Algorithm, AlgorithmOrigin, AllReduceAlgorithm, AllToAllAlgorithm, CallShape, Constraints,
     LaunchShape, NativeKernel, StandardCollective,

@@ -194,6 +194,13 @@ fn read_hellos(gathered: &Gathered) -> Result<Vec<Hello>> {
         let mut ranks = (0u32..).zip(gathered.which()).filter(|(_, which)| **which == at);
         let first = ranks.next().map_or(0, |(rank, _)| rank);
         match message::decode::<Publish>(first, part)?.0 {
+            Ok(hello) if hello.config_text.len() > MAX_CONFIG_TEXT => {
+                return Err(Error::mismatch(format!(
+                    "rank {first} describes its pool in {} bytes; at most {MAX_CONFIG_TEXT} are read",
+                    hello.config_text.len()
+                ))
+                .naming([first]));
+            }
             Ok(hello) => hellos.push(*hello),
             Err(kind) => {
                 failures.push((first, kind.clone()));
@@ -203,6 +210,17 @@ fn read_hellos(gathered: &Gathered) -> Result<Vec<Hello>> {
     }
     failures.sort_by_key(|(rank, _)| *rank);
     agreed("the handshake", &failures).map_or(Ok(hellos), Err)
+}
+
+/// For fuzz targets: what a rank does with a hello of its peer.
+#[cfg(feature = "testing")]
+pub(super) fn fuzzed_hello(part: &[u8]) {
+    let gathered = Gathered::from_parts([part, part]);
+    if let Ok(distinct) = read_hellos(&gathered) {
+        let hellos: Vec<&Hello> =
+            gathered.which().iter().map(|&at| &distinct[at as usize]).collect();
+        let _ = (checks::agree(&hellos), hosts_of(&hellos), secret_of(&gathered));
+    }
 }
 
 /// The group's secret: it is known only to those who know everything that was published.

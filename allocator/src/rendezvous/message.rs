@@ -40,6 +40,14 @@ pub(crate) fn encode<M: Message>(message: &M) -> Result<Vec<u8>> {
     Ok(with_header(M::KIND, frame))
 }
 
+/// A frame of any payload, as a peer may make it.
+#[cfg(feature = "testing")]
+pub(crate) fn framed(kind: u16, payload: &[u8]) -> Vec<u8> {
+    let mut frame = vec![0; HEADER];
+    frame.extend_from_slice(payload);
+    with_header(kind, frame)
+}
+
 fn with_header(kind: u16, mut frame: Vec<u8>) -> Vec<u8> {
     let length = (frame.len() - HEADER) as u32;
     let check = xxh3_64(&frame[HEADER..]) as u32;

@@ -159,6 +159,11 @@ impl<B: Clone + Ord + AsRef<[u8]>> Gathering<B> {
         self.parts.contains_key(&rank)
     }
 
+    /// Whether `rank` came, also if it has stopped waiting.
+    pub(crate) fn knows(&self, rank: u32) -> bool {
+        self.has(rank) || self.left.contains(&rank)
+    }
+
     pub(crate) fn failed(&self) -> bool {
         self.failure.is_some()
     }

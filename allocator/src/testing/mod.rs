@@ -10,6 +10,11 @@ mod processes;
 mod splitmix;
 mod threads;
 
+pub use crate::rendezvous::sockets::fuzzed::{
+    MeshCall, MeshPacket, mesh_hello, mesh_introduction, mesh_session,
+};
+pub use crate::store::tcp::fuzzed::{StoreStep, store_reply, store_session};
+
 pub use crate::descriptors::{ReceivedMessage, receive_with_descriptors, send_with_descriptors};
 pub use processes::{in_child, role, this_test_as};
 pub use splitmix::SplitMix64;

@@ -24,5 +24,7 @@ pub use native::NativeKernel;
 pub(crate) use not_on_devices::not_on_devices;
 pub use registered::Algorithm;
 pub(crate) use registered::{BuiltIn, Source};
+#[cfg(feature = "testing")]
+pub use selection::read_table;
 pub(crate) use selection::{RequestedName, read_rows, table_files};
 pub use shape::CallShape;

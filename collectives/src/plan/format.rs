@@ -163,8 +163,9 @@ impl Plan {
             )));
         }
         check_version(text)?;
-        let file: File = serde_json::from_str(text)
-            .map_err(|error| Error::invalid_argument(format!("this is not a plan: {error}")))?;
+        let file: File = serde_json::from_str(text).map_err(|error| {
+            Error::invalid_argument(format!("this is not a plan: {}", unreadable(&error)))
+        })?;
         let plan = read(file).map_err(|why| Error::invalid_argument(format!("a plan {why}")))?;
         plan.within_limits()?;
         Ok(plan)
@@ -293,8 +294,9 @@ fn check_version(text: &str) -> Result<()> {
     struct Version {
         symmpool_plan: u64,
     }
-    let version: Version = serde_json::from_str(text)
-        .map_err(|error| Error::invalid_argument(format!("this is not a plan: {error}")))?;
+    let version: Version = serde_json::from_str(text).map_err(|error| {
+        Error::invalid_argument(format!("this is not a plan: {}", unreadable(&error)))
+    })?;
     if version.symmpool_plan == u64::from(PLAN_VERSION) {
         return Ok(());
     }
@@ -302,6 +304,17 @@ fn check_version(text: &str) -> Result<()> {
         "a plan of version {}; this version of symmpool reads version {PLAN_VERSION}",
         version.symmpool_plan
     )))
+}
+
+/// Why a text was not read. Errors repeat names and values of it, which may be as long as the text.
+pub(crate) fn unreadable(error: &serde_json::Error) -> String {
+    const MAX_SHOWN: usize = 512;
+    let why = error.to_string();
+    if why.len() <= MAX_SHOWN {
+        return why;
+    }
+    let begin = &why[..why.floor_char_boundary(MAX_SHOWN)];
+    format!("{begin}... at line {} column {}", error.line(), error.column())
 }
 
 type Read<T> = std::result::Result<T, String>;

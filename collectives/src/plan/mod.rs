@@ -34,6 +34,7 @@ mod timeline;
 pub use check::{PlanError, PlanErrorKind, PlanErrorReason};
 pub use checked::CheckedPlan;
 pub use format::PLAN_VERSION;
+pub(crate) use format::unreadable;
 pub use model::{Buffer, Collective, Contribution, Instruction, Operation, Plan, Protocol, Span};
 pub(crate) use model::{Cell, MAX_NAME};
 pub(crate) use step::{Item, PlanStep};

@@ -8,6 +8,24 @@ use super::{CLOSED, PeerSockets, closed, connected};
 use crate::rendezvous::message;
 use crate::{Error, Result};
 
+/// Messages of one peer that may wait to be heard. A rank says three things about a barrier, and is in few at a time.
+pub(super) const MAX_UNHEARD: usize = 1024;
+
+/// Keeps a message of `peer`, in place of its oldest one where too many are unheard: those are of barriers that this rank has
+/// given up, or the peer sends what no rank sends.
+pub(super) fn keep(unheard: &mut Vec<(u32, BarrierMessage)>, peer: u32, message: BarrierMessage) {
+    let of_peer = |unheard: &[(u32, BarrierMessage)]| {
+        unheard.iter().filter(|(rank, _)| *rank == peer).count()
+    };
+    if unheard.len() >= MAX_UNHEARD
+        && of_peer(unheard) >= MAX_UNHEARD
+        && let Some(oldest) = unheard.iter().position(|(rank, _)| *rank == peer)
+    {
+        unheard.remove(oldest);
+    }
+    unheard.push((peer, message));
+}
+
 impl PeerSockets {
     /// Sends a message to every peer that has not been `sent` it, as far as sockets take it now. Returns whether all have it.
     ///
@@ -59,13 +77,37 @@ impl PeerSockets {
     pub(super) fn take_in_barrier_messages(&mut self) {
         let Self { sockets, buffer, barrier_messages, .. } = self;
         for (rank, socket) in connected(sockets) {
-            while let Ok(Peeked::Frame(frame)) = buffer.peek(socket)
-                && BarrierMessage::read(rank, frame).is_some()
-                && let Ok(ReceivedPacket::Packet { frame, .. }) = buffer.receive(rank, socket)
-            {
-                barrier_messages
-                    .extend(BarrierMessage::read(rank, frame).map(|message| (rank, message)));
+            // A peer that sends without end does not hold this rank up.
+            for _ in 0..MAX_UNHEARD {
+                let Ok(Peeked::Frame(frame)) = buffer.peek(socket) else { break };
+                if BarrierMessage::read(rank, frame).is_none() {
+                    break;
+                }
+                let Ok(ReceivedPacket::Packet { frame, .. }) = buffer.receive(rank, socket) else {
+                    break;
+                };
+                if let Some(message) = BarrierMessage::read(rank, frame) {
+                    keep(barrier_messages, rank, message);
+                }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peers_oldest_messages_make_room_for_its_latest() {
+        let message = |id: u64| BarrierMessage { id: (id, 0), step: BarrierStep::GoesOn };
+        let mut unheard = vec![(2, message(9))];
+        (0..MAX_UNHEARD as u64 + 3).for_each(|id| keep(&mut unheard, 1, message(id)));
+        assert_eq!(unheard.len(), MAX_UNHEARD + 1);
+        assert_eq!(
+            (unheard[0].0, unheard[1].1.id),
+            (2, (3, 0)),
+            "another peer's is not its to take"
+        );
     }
 }

@@ -125,7 +125,8 @@ impl Gather<'_> {
             return Err(Error::mismatch(format!(
                 "rank {peer} sends bytes {} to {} of {} for {what:?}, and {received} had come",
                 part.first,
-                part.first + part.bytes.len() as u64,
+                // A damaged packet may begin anywhere.
+                part.first.saturating_add(part.bytes.len() as u64),
                 part.total
             )));
         }

@@ -17,6 +17,7 @@
 //! | `gather` | a round in which every rank's bytes go to every other |
 //! | `exchange` | a round in which descriptors do |
 //! | `barrier_messages` | what a rank says between rounds, which others hear whenever they listen |
+//! | `fuzzed` | for fuzz targets, a rank whose peer sends what it wants |
 //!
 //! A rank whose part fails sends its peers the reason before it closes the connections (a *farewell*), so
 //! that they can tell a failure from a crash and name the first cause rather than the last. After one
@@ -25,6 +26,8 @@
 mod barrier_messages;
 mod connect;
 mod exchange;
+#[cfg(feature = "testing")]
+pub(crate) mod fuzzed;
 mod gather;
 mod packet;
 mod round;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags};
 
+use super::barrier_messages;
 use super::packet::{self, BarrierMessage, Farewell, PacketBuffer, ReceivedPacket, Sent};
 use super::{CLOSED, PeerSockets, RoundFault, at_most, connected, is_closed, poll_for};
 use crate::group::Interrupt;
@@ -20,6 +21,9 @@ const SEND_AGAIN_AFTER: Duration = Duration::from_millis(1);
 
 /// How often a rank that waits asks whether it is to stop.
 const ASK_EVERY: Duration = Duration::from_secs(1);
+
+/// Packets of one peer that are received before those of others.
+const MAX_PACKETS_A_TURN: usize = 4096;
 
 const INTERRUPTED: &str = "interrupted while waiting for other ranks";
 
@@ -183,15 +187,18 @@ impl<'a> RoundProgress<'a> {
         Ok(())
     }
 
-    /// Receives until everything is received or nothing more has arrived. Does not read what a faster peer
-    /// may have sent for the next round.
+    /// Receives until everything is received or nothing more has arrived, but not so much that a peer which sends without end
+    /// holds this rank up beyond its deadline. Does not read what a faster peer may have sent for the next round.
     fn receive<R: Round>(
         &mut self,
         round: &mut R,
         buffer: &mut PacketBuffer,
         barrier_messages: &mut Vec<(u32, BarrierMessage)>,
     ) -> Result<(), RoundFault> {
-        while !self.all_received {
+        for _ in 0..MAX_PACKETS_A_TURN {
+            if self.all_received {
+                break;
+            }
             let (frame, fds) = match buffer.receive(self.peer, self.socket)? {
                 ReceivedPacket::WouldBlock => break,
                 ReceivedPacket::Closed => return Err(RoundFault::Closed(self.peer)),
@@ -201,7 +208,7 @@ impl<'a> RoundProgress<'a> {
                 return Err(RoundFault::Farewell(farewell));
             }
             if let Some(message) = BarrierMessage::read(self.peer, frame) {
-                barrier_messages.push((self.peer, message));
+                barrier_messages::keep(barrier_messages, self.peer, message);
                 continue;
             }
             let packet: R::Packet = message::decode(self.peer, frame)?;

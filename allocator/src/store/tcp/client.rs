@@ -335,7 +335,12 @@ fn wrong_reply() -> Error {
 }
 
 /// Takes a gather's reply apart; `None` when it does not hold together.
-fn unpack(lengths: &[u32], runs: &[(u32, u32)], tail: &[u8], world: u32) -> Option<Gathered> {
+pub(super) fn unpack(
+    lengths: &[u32],
+    runs: &[(u32, u32)],
+    tail: &[u8],
+    world: u32,
+) -> Option<Gathered> {
     let mut rest = tail;
     let mut distinct = Vec::<Arc<[u8]>>::with_capacity(lengths.len());
     for &length in lengths {

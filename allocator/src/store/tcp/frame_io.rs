@@ -47,7 +47,7 @@ struct Body {
 
 impl Incoming {
     /// Reads until a frame is complete, the turn is over or nothing more is there.
-    pub(super) fn read(&mut self, stream: &mut TcpStream, meter: &Meter, caps: Caps) -> Input {
+    pub(super) fn read(&mut self, stream: &mut impl Read, meter: &Meter, caps: Caps) -> Input {
         let mut buffer = [0u8; 16 << 10];
         let mut turn = TURN;
         loop {

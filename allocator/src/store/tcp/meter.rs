@@ -33,7 +33,7 @@ impl Meter {
         Charge { meter: self.clone(), bytes }
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, feature = "testing"))]
     pub(super) fn held(&self) -> usize {
         self.0.held.get()
     }

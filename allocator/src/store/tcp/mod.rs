@@ -16,6 +16,7 @@
 //! | `wait_limit` | how long a client waits, and what can stop it before |
 //! | `client_connection` | one connection of a client: handshake, request, reply |
 //! | `client` | the [`Store`](super::Store) over such connections |
+//! | `fuzzed` | for fuzz targets, both ends of a connection without sockets |
 //! | `address` | where the server is: names, resolved until a deadline |
 //!
 //! **Trust.** Without a secret the server listens on loopback addresses only, and every process
@@ -41,6 +42,8 @@ mod client;
 mod client_connection;
 mod event_loop;
 mod frame_io;
+#[cfg(feature = "testing")]
+pub(crate) mod fuzzed;
 mod meter;
 mod poller;
 mod server;

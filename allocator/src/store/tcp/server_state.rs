@@ -32,6 +32,9 @@ pub(super) type Client = u64;
 /// Cost of an entry in addition to its key and value, in bytes.
 const ENTRY: usize = 256;
 
+/// Cost of a rank in a gather in addition to its part, in bytes: equal parts are held once, their ranks are not.
+const RANK: usize = 64;
+
 /// Whether a client may take part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Admission {
@@ -84,7 +87,7 @@ struct Gather {
     waiting: BTreeMap<Client, u32>,
     /// Whether a client that declared its rank takes part.
     declared: bool,
-    _room: Charge,
+    room: Charge,
 }
 
 #[derive(Debug, Default)]
@@ -382,6 +385,10 @@ impl ServerState {
             }
         };
         gather.declared |= member.rank.is_some();
+        let part = part.and_then(|part| {
+            let cost = if gather.gathering.knows(rank) { 0 } else { RANK };
+            gather.room.grow(cost).map(|()| part)
+        });
         let arrived = match part {
             Ok(part) => gather.gathering.arrive(key, rank, world, part),
             Err(error) => Err(gather.gathering.arrive_broken(&error)),
@@ -494,7 +501,7 @@ impl Member {
 impl Gather {
     fn new(world: u32, room: Charge) -> Self {
         let gathering = Gathering::new(world);
-        Self { gathering, waiting: BTreeMap::new(), declared: false, _room: room }
+        Self { gathering, waiting: BTreeMap::new(), declared: false, room }
     }
 
     /// Those of `lost` that this gather still needs.

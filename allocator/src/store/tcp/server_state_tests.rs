@@ -380,3 +380,39 @@ fn the_rank_that_left_first_is_announced_until_it_is_back() {
     bench.declare(11, 1, 1).unwrap();
     assert_eq!((bench.state.news(), bench.state.news()), (Some(None), None));
 }
+
+#[test]
+fn ranks_of_a_gather_count_where_their_parts_are_empty() {
+    // Equal parts are held once, so memory grows with the ranks that came, which a client can make up.
+    let mut bench = StateBench::new(1);
+    let before = bench.meter.held();
+    let mut came = 0;
+    loop {
+        let key = format!("g{}", came / 1000);
+        let request = StoreRequest::AllGather { key, rank: came % 1000, world: 1001, wait_ms: 9 };
+        let replies = bench.ask(0, request, b"");
+        if !replies.is_empty() {
+            assert!(error(&replies[0]).is_out_of_memory());
+            break;
+        }
+        // Its part stays, and it comes again.
+        bench.state.disconnect(0);
+        bench.state.connect(0, None).unwrap();
+        came += 1;
+        assert!(came < 100_000, "{} bytes are counted", bench.meter.held() - before);
+    }
+    assert!(came > 10_000, "{came}");
+}
+
+#[test]
+fn a_rank_that_comes_and_goes_counts_once() {
+    let mut bench = StateBench::new(1);
+    assert_eq!(bench.gather(0, 0, 3), []);
+    let held = bench.meter.held();
+    for _ in 0..1000 {
+        bench.state.expire(0);
+        bench.replies();
+        assert_eq!(bench.gather(0, 0, 3), []);
+        assert!(bench.meter.held() <= held + 64);
+    }
+}

@@ -1,6 +1,8 @@
 //! Tables of algorithms that a program loads: read from files, checked, and reduced to the rows for a communicator.
 
-use std::fs;
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
@@ -9,6 +11,7 @@ use symmpool_allocator::{Error, Result, short};
 
 use crate::algorithm::StandardCollective;
 use crate::algorithm::table_format::{AlgorithmTable, TABLES_VERSION, TableRow, all_reduce};
+use crate::plan::unreadable;
 
 /// The environment variable with the files that communicators load, separated by colons.
 pub(crate) const TABLES_VARIABLE: &str = "SYMMPOOL_TABLES";
@@ -66,12 +69,21 @@ pub(crate) fn read_rows(
 }
 
 fn read(path: &Path) -> std::result::Result<AlgorithmTable, String> {
-    let bytes = fs::metadata(path).map_err(|error| error.to_string())?.len();
-    if bytes > MAX_BYTES {
-        return Err(format!("{bytes} bytes; {MAX_BYTES} are possible"));
+    let file = File::open(path).map_err(|error| error.to_string())?;
+    let mut text = String::new();
+    // What is no file, such as a pipe, does not say beforehand how long it is.
+    file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(|error| error.to_string())?;
+    if text.len() as u64 > MAX_BYTES {
+        return Err(format!("more than {MAX_BYTES} bytes, which no table has"));
     }
-    let text = fs::read_to_string(path).map_err(|error| error.to_string())?;
     parse(&text)
+}
+
+/// For fuzz targets: whether a text is a table, or why not.
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub fn read_table(text: &str) -> std::result::Result<(), String> {
+    parse(text).map(drop)
 }
 
 /// Reads a table. The error begins with the name of the field.
@@ -90,24 +102,20 @@ fn parse(text: &str) -> std::result::Result<AlgorithmTable, String> {
     let devices = field(&file, "", "devices")?.ok_or("devices: it is missing")?;
     let listed: Vec<Value> = field(&file, "", "rows")?.ok_or("rows: it is missing")?;
     let mut rows: Vec<TableRow> = Vec::new();
+    // The limit of the last row of each group.
+    let mut limits = BTreeMap::new();
     for (nth, each) in listed.iter().enumerate() {
         let place = format!("rows[{nth}]");
         let Value::Object(each) = each else { return Err(format!("{place}: it is no object")) };
         let row = row(each, &format!("{place}."))?;
-        let is_of_group = |other: &&TableRow| {
-            let group =
-                |row: &TableRow| (row.collective.clone(), row.world, row.lamport, row.windows);
-            group(other) == group(&row)
-        };
-        if let Some(before) = rows.iter().rev().find(is_of_group) {
-            let limit = |row: &TableRow| row.up_to.unwrap_or(u64::MAX);
-            if limit(before) >= limit(&row) {
-                return Err(format!(
-                    "{place}.up_to: {} after {}; rows of a group are in order of size",
-                    limit(&row),
-                    limit(before)
-                ));
-            }
+        let group = (row.collective.clone(), row.world, row.lamport, row.windows);
+        let limit = row.up_to.unwrap_or(u64::MAX);
+        if let Some(before) = limits.insert(group, limit)
+            && before >= limit
+        {
+            return Err(format!(
+                "{place}.up_to: {limit} after {before}; rows of a group are in order of size"
+            ));
         }
         rows.push(row);
     }
@@ -152,7 +160,8 @@ fn field<T: DeserializeOwned>(
     match object.get(name) {
         None | Some(Value::Null) => Ok(None),
         Some(value) => {
-            T::deserialize(value).map(Some).map_err(|error| format!("{place}{name}: {error}"))
+            let read = T::deserialize(value).map(Some);
+            read.map_err(|error| format!("{place}{name}: {}", unreadable(&error)))
         }
     }
 }
@@ -164,9 +173,11 @@ fn only(
 ) -> std::result::Result<(), String> {
     match object.keys().find(|key| !known.contains(&key.as_str())) {
         None => Ok(()),
-        Some(key) => {
-            Err(format!("{place}{key}: there is no such field; there are {}", known.join(", ")))
-        }
+        Some(key) => Err(format!(
+            "{place}{}: there is no such field; there are {}",
+            short(key),
+            known.join(", ")
+        )),
     }
 }
 
@@ -222,6 +233,28 @@ mod tests {
             let why = parse(wrong).unwrap_err();
             assert!(why.contains(word), "{wrong}: {why}");
         }
+    }
+
+    #[test]
+    fn errors_do_not_repeat_a_whole_file_and_many_groups_take_no_time() {
+        let long = "x".repeat(1 << 20);
+        for text in [
+            format!(r#"{{"devices":[],"rows":[],"{long}":1}}"#),
+            format!(r#"{{"devices":"{long}","rows":[]}}"#),
+            format!(r#"{{"devices":[],"rows":[{{"world":"{long}"}}]}}"#),
+            format!(r#"{{"devices":[],"rows":[{{"world":1,"collective":"{long}"}}]}}"#),
+        ] {
+            let why = parse(&text).unwrap_err();
+            assert!(why.len() < 1024, "{} bytes", why.len());
+        }
+        // Each row is of a group of its own: comparing it with all before it would take an hour.
+        let rows: Vec<String> =
+            (1..200_000).map(|world| format!(r#"{{"world":{world},"algorithm":"a"}}"#)).collect();
+        let text = format!(r#"{{"devices":[],"rows":[{}]}}"#, rows.join(","));
+        assert_eq!(parse(&text).unwrap().rows.len(), rows.len());
+        // What has no end is not read to it.
+        let error = read_rows(Path::new("/dev/zero"), &["cpu"]).unwrap_err().to_string();
+        assert!(error.contains("more than"), "{error}");
     }
 
     #[test]

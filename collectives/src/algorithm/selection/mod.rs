@@ -4,5 +4,7 @@
 mod measured;
 mod request;
 
+#[cfg(feature = "testing")]
+pub use measured::read_table;
 pub(crate) use measured::{read_rows, table_files};
 pub(crate) use request::RequestedName;

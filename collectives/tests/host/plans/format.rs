@@ -72,3 +72,16 @@ fn what_is_no_plan_is_refused_with_the_reason() {
         assert!(shown.len() < 500, "{words}: {} bytes", shown.len());
     }
 }
+
+#[test]
+fn an_error_does_not_repeat_a_whole_file() {
+    let right = programs::one_shot(2).to_json();
+    let long = "x".repeat(1 << 20);
+    for text in [
+        right.replacen("\"name\"", &format!("\"{long}\":1,\"name\""), 1),
+        right.replacen("\"name\":", &format!("\"name\":\"\",\"scratch\":\"{long}\",\"n\":"), 1),
+    ] {
+        let error = Plan::from_json(&text).unwrap_err().to_string();
+        assert!(error.len() < 1024 && error.contains("at line 1"), "{} bytes", error.len());
+    }
+}

@@ -292,3 +292,46 @@ fn who_gives_up_between_talks_is_heard_in_the_next() {
         assert!(error.to_string().contains("rank 1 gave up: went half-way"), "{error}");
     }
 }
+
+#[test]
+fn a_damaged_place_in_a_value_is_an_error() {
+    with_sockets(2, |rank, mut peers| {
+        if rank == 1 {
+            let part = Part {
+                round: 1,
+                what: "value".into(),
+                first: u64::MAX,
+                total: 9,
+                bytes: vec![0; 9],
+            };
+            let socket = peers.sockets[0].as_deref().unwrap();
+            assert_eq!(
+                packet::send(socket, &message::encode(&part).unwrap(), &[]).unwrap(),
+                Sent::Yes
+            );
+        }
+        let error = peers.all_gather("value", b"mine", soon()).unwrap_err();
+        assert!(error.is_diverged(), "{error}");
+    });
+}
+
+#[test]
+fn a_peer_that_sends_without_end_does_not_hold_a_round_up() {
+    with_sockets(2, |rank, mut peers| {
+        if rank == 0 {
+            let begun = Instant::now();
+            let error = peers.all_gather("value", b"mine", short()).unwrap_err();
+            assert!(error.is_timeout(), "{error}");
+            assert!(begun.elapsed() < Duration::from_secs(20));
+            assert!(peers.barrier_messages.len() <= 1024, "{}", peers.barrier_messages.len());
+            return;
+        }
+        let begun = Instant::now();
+        let mut id = 0;
+        while !peers.lost_peers().contains(&0) && begun.elapsed() < Duration::from_secs(30) {
+            let message = BarrierMessage { id: (id, 0), step: BarrierStep::GoesOn };
+            id += u64::from(peers.say(&message, &mut Vec::new()).unwrap_or(false));
+        }
+        assert!(id > 1024, "{id} messages were sent");
+    });
+}

@@ -1,0 +1,11 @@
+//! The target `pool_programs` as a program: of a fuzzer, or one that tries files again.
+
+#![cfg_attr(fuzzing, no_main)]
+
+#[cfg(fuzzing)]
+libfuzzer_sys::fuzz_target!(|data: &[u8]| (symmpool_fuzz::target("pool_programs").run)(data));
+
+#[cfg(not(fuzzing))]
+fn main() {
+    symmpool_fuzz::replay("pool_programs");
+}
