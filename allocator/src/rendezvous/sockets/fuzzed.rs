@@ -31,7 +31,7 @@ pub enum MeshPacket {
     Farewell(u32, String),
 }
 
-/// What the rank does with its peer's packets.
+/// Reactions of the rank to its peer's packets.
 #[derive(Clone, Copy, Debug)]
 pub enum MeshCall {
     /// A gather, in which this rank has so many bytes.
@@ -102,7 +102,7 @@ pub fn mesh_session(packets: &[MeshPacket], calls: &[MeshCall]) {
     }
 }
 
-/// What the pieces that the peer sent for this round make together.
+/// The whole of the pieces that the peer sent for this round.
 fn told(packets: &[MeshPacket], of: u64) -> Vec<u8> {
     let mut all = Vec::new();
     for packet in packets {
@@ -157,7 +157,7 @@ fn frame(packet: &MeshPacket) -> Vec<u8> {
     frame.expect("short messages")
 }
 
-/// What a rank makes of bytes that a peer published in the store: a description that fits its own, or an error.
+/// Reads bytes that a peer published in the store: a description that fits this rank's own, or an error.
 pub fn mesh_hello(payload: &[u8]) {
     fuzzed_hello(&message::framed(1, payload));
     fuzzed_hello(payload);

@@ -46,7 +46,7 @@ pub fn store_session(clients: u64, max_memory: usize, steps: &[(u64, StoreStep)]
     session.end(clients);
 }
 
-/// What a client makes of a server's bytes: they are a reply, or refused.
+/// Reads a server's bytes as a client does: they are a reply, or refused.
 pub fn store_reply(bytes: &[u8], world: u32) {
     let Some((header, rest)) = bytes.split_first_chunk::<HEADER>() else { return };
     let Ok(lengths) = decode_header(header, Caps::REPLY) else { return };
@@ -274,7 +274,7 @@ impl Session {
                     assert!(at.is_none(), "an error in place of a reply");
                 }
                 ToClient::Deleted(_) | ToClient::Cancelled { .. } => {
-                    assert_eq!(asked, Some(client))
+                    assert_eq!(asked, Some(client));
                 }
                 other => panic!("no reply of a server's state: {other:?}"),
             }

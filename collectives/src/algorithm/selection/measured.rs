@@ -71,7 +71,7 @@ pub(crate) fn read_rows(
 fn read(path: &Path) -> std::result::Result<AlgorithmTable, String> {
     let file = File::open(path).map_err(|error| error.to_string())?;
     let mut text = String::new();
-    // What is no file, such as a pipe, does not say beforehand how long it is.
+    // A pipe does not say beforehand how long it is.
     file.take(MAX_BYTES + 1).read_to_string(&mut text).map_err(|error| error.to_string())?;
     if text.len() as u64 > MAX_BYTES {
         return Err(format!("more than {MAX_BYTES} bytes, which no table has"));
@@ -252,7 +252,7 @@ mod tests {
             (1..200_000).map(|world| format!(r#"{{"world":{world},"algorithm":"a"}}"#)).collect();
         let text = format!(r#"{{"devices":[],"rows":[{}]}}"#, rows.join(","));
         assert_eq!(parse(&text).unwrap().rows.len(), rows.len());
-        // What has no end is not read to it.
+        // A file without an end is not read to it.
         let error = read_rows(Path::new("/dev/zero"), &["cpu"]).unwrap_err().to_string();
         assert!(error.contains("more than"), "{error}");
     }

@@ -310,9 +310,12 @@ fn a_damaged_place_in_a_value_is_an_error() {
                 Sent::Yes
             );
         }
-        let error = peers.all_gather("value", b"mine", soon()).unwrap_err();
-        // The other rank may find the connection closed before it reads why.
-        assert!(rank == 1 || error.is_diverged(), "{error}");
+        let gathered = peers.all_gather("value", b"mine", soon());
+        // The other rank may have all that it waits for by then, or find the connection closed.
+        if rank == 0 {
+            let error = gathered.unwrap_err();
+            assert!(error.is_diverged(), "{error}");
+        }
     });
 }
 

@@ -16,9 +16,9 @@ pub(crate) const TARGET: FuzzTarget = FuzzTarget {
     max_input: 1024,
 };
 
-/// Step of a program, which all ranks make, but for [`Step::Forget`].
+/// A step of a program, which all ranks make, but for [`PoolStep::Forget`].
 #[derive(Arbitrary, Clone, Debug)]
-enum Step {
+enum PoolStep {
     /// Bytes, alignment as a power of two, lane, stream.
     Alloc(u16, u8, bool, u8),
     /// A block of so many times 64 KiB.
@@ -52,7 +52,7 @@ struct Rank {
 }
 
 fn run(bytes: &[u8]) {
-    let Some(steps) = value_of::<Vec<Step>>(bytes) else { return };
+    let Some(steps) = value_of::<Vec<PoolStep>>(bytes) else { return };
     let steps = &steps[..steps.len().min(48)];
     let traces = on_ranks(2, |group| Rank::new(group).run(steps));
     assert_eq!(traces[0], traces[1], "ranks place blocks alike");
@@ -71,7 +71,7 @@ impl Rank {
     }
 
     /// Runs the steps; returns what must be the same on all ranks.
-    fn run(mut self, steps: &[Step]) -> Vec<(u64, u64)> {
+    fn run(mut self, steps: &[PoolStep]) -> Vec<(u64, u64)> {
         let mut trace = Vec::new();
         for step in steps {
             let late = std::mem::take(&mut self.late);
@@ -107,9 +107,9 @@ impl Rank {
         placed
     }
 
-    fn step(&mut self, step: &Step) -> Option<(u64, u64)> {
+    fn step(&mut self, step: &PoolStep) -> Option<(u64, u64)> {
         match *step {
-            Step::Alloc(bytes, align, second, stream) => {
+            PoolStep::Alloc(bytes, align, second, stream) => {
                 let align = 1_u64 << (align % 24);
                 let stream = Stream::numbered(u64::from(stream % 70));
                 match self.lane(second).alloc_bytes(bytes.into(), align, stream) {
@@ -123,22 +123,22 @@ impl Rank {
                     }
                 }
             }
-            Step::AllocLarge(units, second) => {
+            PoolStep::AllocLarge(units, second) => {
                 let bytes = usize::from(units % 32) << 16;
                 let block = self.lane(second).alloc_bytes(bytes, 512, Stream::DEFAULT);
                 Some(self.keep(block.expect("room")))
             }
-            Step::Free(which) => {
+            PoolStep::Free(which) => {
                 let at = self.at(which)?;
                 self.live.swap_remove(at).block.free().expect("a live block");
                 None
             }
-            Step::FreeUnordered(which) => {
+            PoolStep::FreeUnordered(which) => {
                 let at = self.at(which)?;
                 self.live.swap_remove(at).block.free_unordered().expect("a live block");
                 None
             }
-            Step::Forget(which, rank) => {
+            PoolStep::Forget(which, rank) => {
                 let at = self.at(which)?;
                 let block = self.live.swap_remove(at).block;
                 if u32::from(rank % 2) != self.pool.rank() {
@@ -146,21 +146,21 @@ impl Rank {
                 }
                 None
             }
-            Step::Record(which, stream) => {
+            PoolStep::Record(which, stream) => {
                 let at = self.at(which)?;
                 let stream = Stream::numbered(u64::from(stream % 70));
                 let _ = self.live[at].block.record_stream(stream);
                 None
             }
-            Step::Reserve(units, second) => {
+            PoolStep::Reserve(units, second) => {
                 self.lane(second).reserve(u64::from(units % 256) << 14).expect("room");
                 None
             }
-            Step::Trim(second) => Some((self.lane(second).trim().expect("a lane"), 0)),
-            Step::Commit => self.commit(),
-            Step::CommitIfDue if self.pool.is_commit_due() => self.commit(),
-            Step::CommitIfDue => None,
-            Step::Differ(rank) => {
+            PoolStep::Trim(second) => Some((self.lane(second).trim().expect("a lane"), 0)),
+            PoolStep::Commit => self.commit(),
+            PoolStep::CommitIfDue if self.pool.is_commit_due() => self.commit(),
+            PoolStep::CommitIfDue => None,
+            PoolStep::Differ(rank) => {
                 // A commit first, as blocks that no commit has seen must be freed before ranks can be made equal again.
                 self.commit();
                 if u32::from(rank % 2) == self.pool.rank() {
@@ -171,7 +171,7 @@ impl Rank {
                 self.pool.resync().expect("nothing is new but what differs");
                 self.commit()
             }
-            Step::Peek(which) => {
+            PoolStep::Peek(which) => {
                 let at = self.at(which)?;
                 self.commit();
                 let live = &self.live[at];

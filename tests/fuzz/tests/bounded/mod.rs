@@ -20,20 +20,23 @@ unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let held = HELD.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(held, Ordering::Relaxed);
-        // SAFETY: the caller keeps the promises of `GlobalAlloc::alloc`, which are the system's.
+        // SAFETY: size, alignment and pointer are those of a valid call of `GlobalAlloc::alloc`, which
+        // goes to the system unchanged.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         let held = HELD.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         PEAK.fetch_max(held, Ordering::Relaxed);
-        // SAFETY: the caller keeps the promises of `GlobalAlloc::alloc_zeroed`, which are the system's.
+        // SAFETY: size, alignment and pointer are those of a valid call of `GlobalAlloc::alloc_zeroed`, which
+        // goes to the system unchanged.
         unsafe { System.alloc_zeroed(layout) }
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
         HELD.fetch_sub(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps the promises of `GlobalAlloc::dealloc`, which are the system's.
+        // SAFETY: size, alignment and pointer are those of a valid call of `GlobalAlloc::dealloc`, which
+        // goes to the system unchanged.
         unsafe { System.dealloc(pointer, layout) }
     }
 }

@@ -48,7 +48,7 @@ enum Handle {
 
 /// An address: of a live block, of one that was freed, near one, or any.
 #[derive(Arbitrary, Clone, Copy, Debug)]
-enum Place {
+enum HandleChoice {
     Nth(u8),
     Near(u8, i16),
     Freed(u8),
@@ -57,22 +57,22 @@ enum Place {
 }
 
 #[derive(Arbitrary, Clone, Debug)]
-enum Call {
+enum CCall {
     PoolCreate(Handle, Option<String>, u64, u8, bool),
     PoolDestroy(Handle),
     GroupDestroy(Handle),
     Alloc(Handle, u32, u8, u8),
     AllocAny(Handle, usize, u64),
-    Free(Handle, Place, bool),
-    Record(Handle, Place, u8),
+    Free(Handle, HandleChoice, bool),
+    Record(Handle, HandleChoice, u8),
     Reserve(Handle, u64),
     ForgetStream(Handle, u8),
     Commit(Handle, bool),
     Resync(Handle),
     IsDue(Handle),
-    Stats(Handle, Wrong),
-    IsWindow(Handle, Place, u64),
-    PeerPointer(Handle, u32, Place),
+    Stats(Handle, WrongArgument),
+    IsWindow(Handle, HandleChoice, u64),
+    PeerPointer(Handle, u32, HandleChoice),
     Windows(Handle, u8),
     SlotBind(Handle),
     SlotRelease(u8),
@@ -88,7 +88,7 @@ enum Call {
 
 /// A pointer to a result: a right one, NULL, or one that is not aligned.
 #[derive(Arbitrary, Clone, Copy, Debug)]
-enum Wrong {
+enum WrongArgument {
     No,
     Null,
     Odd,
@@ -111,7 +111,7 @@ impl Seconds {
 
 /// A live block: its pool, its length, and the byte that it is filled with.
 #[derive(Clone, Copy)]
-struct LiveBlock {
+struct BlockOfC {
     pool: u64,
     bytes: usize,
     byte: u8,
@@ -124,13 +124,13 @@ struct Process {
     comms: Vec<u64>,
     gone: Vec<u64>,
     slots: Vec<u32>,
-    live: BTreeMap<u64, LiveBlock>,
+    live: BTreeMap<u64, BlockOfC>,
     freed: Vec<u64>,
     serial: u8,
 }
 
 fn run(bytes: &[u8]) {
-    let Some(calls) = value_of::<Vec<Call>>(bytes) else { return };
+    let Some(calls) = value_of::<Vec<CCall>>(bytes) else { return };
     let directory = TempDir::new().expect("a temporary folder");
     let mut process = Process::default();
     let group = process.group(0, 1, directory.path().to_str(), Seconds::Ten);
@@ -183,20 +183,20 @@ impl Process {
         Self::pick(&self.comms, &self.gone, handle)
     }
 
-    fn address(&self, place: Place) -> u64 {
+    fn address(&self, place: HandleChoice) -> u64 {
         let nth = |at: u8| {
             let at = usize::from(at) % self.live.len().max(1);
             self.live.keys().nth(at).copied().unwrap_or(0)
         };
         match place {
-            Place::Nth(at) => nth(at),
-            Place::Near(at, by) => nth(at).wrapping_add_signed(by.into()),
-            Place::Freed(at) => {
+            HandleChoice::Nth(at) => nth(at),
+            HandleChoice::Near(at, by) => nth(at).wrapping_add_signed(by.into()),
+            HandleChoice::Freed(at) => {
                 let at = usize::from(at) % self.freed.len().max(1);
                 self.freed.get(at).copied().unwrap_or(0)
             }
-            Place::Null => 0,
-            Place::Any(any) => any,
+            HandleChoice::Null => 0,
+            HandleChoice::Any(any) => any,
         }
     }
 
@@ -223,9 +223,9 @@ impl Process {
         status
     }
 
-    fn call(&mut self, call: &Call) -> Status {
+    fn call(&mut self, call: &CCall) -> Status {
         match call {
-            Call::PoolCreate(group, device, stride, flags, right) => {
+            CCall::PoolCreate(group, device, stride, flags, right) => {
                 if self.pools.len() > 3 {
                     return Status::Ok;
                 }
@@ -236,7 +236,7 @@ impl Process {
                 let stride = if *right { 1 << 30 } else { *stride };
                 self.make_pool(group, device, stride, u32::from(*flags))
             }
-            Call::PoolDestroy(pool) => {
+            CCall::PoolDestroy(pool) => {
                 let pool = self.pool(*pool);
                 let known = self.pools.contains(&pool);
                 let status = symmpool_pool_destroy(pool);
@@ -246,7 +246,7 @@ impl Process {
                 }
                 status
             }
-            Call::GroupDestroy(group) => {
+            CCall::GroupDestroy(group) => {
                 let group = Self::pick(&self.groups, &self.gone, *group);
                 let status = symmpool_group_destroy(group);
                 assert_eq!(status == Status::Ok, self.groups.contains(&group));
@@ -254,20 +254,20 @@ impl Process {
                 self.gone.push(group);
                 status
             }
-            Call::Alloc(pool, bytes, align, on) => self.alloc(
+            CCall::Alloc(pool, bytes, align, on) => self.alloc(
                 self.pool(*pool),
                 (bytes % (1 << 18)) as usize,
                 1 << (align % 22),
                 stream(*on),
             ),
-            Call::AllocAny(pool, bytes, align) => {
+            CCall::AllocAny(pool, bytes, align) => {
                 let bytes = if *bytes > 1 << 22 { bytes | 1 << 45 } else { *bytes };
                 self.alloc(self.pool(*pool), bytes, *align, null_mut())
             }
-            Call::Free(pool, place, ordered) => {
+            CCall::Free(pool, place, ordered) => {
                 self.free(self.pool(*pool), self.address(*place), *ordered)
             }
-            Call::Record(pool, place, on) => {
+            CCall::Record(pool, place, on) => {
                 let (pool, address) = (self.pool(*pool), self.address(*place));
                 // SAFETY: in host memory a stream is a number.
                 let status =
@@ -276,32 +276,32 @@ impl Process {
                 assert!(known || status != Status::Ok, "a use of no block was recorded");
                 status
             }
-            Call::Reserve(pool, bytes) => {
+            CCall::Reserve(pool, bytes) => {
                 let bytes = if *bytes > 1 << 22 { bytes | 1 << 45 } else { *bytes };
                 // SAFETY: NULL is the default stream.
                 let status = unsafe { symmpool_reserve(self.pool(*pool), bytes, null_mut()) };
                 assert!(bytes < 1 << 45 || status != Status::Ok);
                 status
             }
-            Call::ForgetStream(pool, on) => {
+            CCall::ForgetStream(pool, on) => {
                 // SAFETY: in host memory a stream is a number.
                 unsafe { symmpool_forget_stream(self.pool(*pool), stream(*on)) }
             }
-            Call::Commit(pool, null) => self.commit(self.pool(*pool), *null),
-            Call::Resync(pool) => symmpool_resync(self.pool(*pool)),
-            Call::IsDue(pool) => {
+            CCall::Commit(pool, null) => self.commit(self.pool(*pool), *null),
+            CCall::Resync(pool) => symmpool_resync(self.pool(*pool)),
+            CCall::IsDue(pool) => {
                 let mut due = false;
                 // SAFETY: the result can be written to.
                 unsafe { symmpool_is_commit_due(self.pool(*pool), &raw mut due) }
             }
-            Call::Stats(pool, wrong) => self.stats(self.pool(*pool), *wrong),
-            Call::IsWindow(pool, place, bytes) => {
+            CCall::Stats(pool, wrong) => self.stats(self.pool(*pool), *wrong),
+            CCall::IsWindow(pool, place, bytes) => {
                 let mut is = false;
                 let address = self.address(*place) as *const c_void;
                 // SAFETY: the result can be written to.
                 unsafe { symmpool_is_window(self.pool(*pool), address, *bytes, &raw mut is) }
             }
-            Call::PeerPointer(pool, rank, place) => {
+            CCall::PeerPointer(pool, rank, place) => {
                 let (address, mut peer) = (self.address(*place), null_mut());
                 // SAFETY: the result can be written to.
                 let status = unsafe {
@@ -315,7 +315,7 @@ impl Process {
                 assert!(status != Status::Ok || *rank == 0 && peer as u64 == address);
                 status
             }
-            Call::Windows(pool, capacity) => {
+            CCall::Windows(pool, capacity) => {
                 let capacity = usize::from(capacity % 8);
                 let mut found = vec![Window { offset: 0, bytes: 0, counter: 0 }; capacity];
                 let mut count = 0;
@@ -324,7 +324,7 @@ impl Process {
                     symmpool_windows(self.pool(*pool), found.as_mut_ptr(), capacity, &raw mut count)
                 }
             }
-            Call::SlotBind(pool) => {
+            CCall::SlotBind(pool) => {
                 let mut slot = u32::MAX;
                 // SAFETY: the number can be written to.
                 let status = unsafe { symmpool_slot_bind(self.pool(*pool), &raw mut slot) };
@@ -334,14 +334,14 @@ impl Process {
                 }
                 status
             }
-            Call::SlotRelease(slot) => {
+            CCall::SlotRelease(slot) => {
                 let slot = u32::from(*slot);
                 let status = symmpool_slot_release(slot);
                 assert_eq!(status == Status::Ok, self.slots.contains(&slot));
                 self.slots.retain(|each| *each != slot);
                 status
             }
-            Call::CommCreate(pool, time) => {
+            CCall::CommCreate(pool, time) => {
                 if self.comms.len() > 3 {
                     return Status::Ok;
                 }
@@ -354,10 +354,10 @@ impl Process {
                 }
                 status
             }
-            Call::CommTimeout(comm, time) => {
+            CCall::CommTimeout(comm, time) => {
                 symmpool_comm_set_timeout(self.comm(*comm), time.value())
             }
-            Call::CommDestroy(comm) => {
+            CCall::CommDestroy(comm) => {
                 let comm = self.comm(*comm);
                 let status = symmpool_comm_destroy(comm);
                 assert_eq!(status == Status::Ok, self.comms.contains(&comm));
@@ -365,7 +365,7 @@ impl Process {
                 self.gone.push(comm);
                 status
             }
-            Call::Reduce(comm, count, dtype, op, null) => {
+            CCall::Reduce(comm, count, dtype, op, null) => {
                 let input: Vec<u128> = (0..u128::from(*count)).collect();
                 let mut output = vec![77_u128; (*count).into()];
                 let to = if *null { null_mut() } else { output.as_mut_ptr().cast() };
@@ -376,7 +376,7 @@ impl Process {
                     symmpool_all_reduce(self.comm(*comm), to, from, count, *dtype, *op, null_mut())
                 };
                 if status == Status::Ok && *dtype == 5 && !null {
-                    // Of one rank, each reduction of i64 is its input.
+                    // Each reduction of one rank's i64 is its input.
                     let whole = |all: &[u128]| {
                         all.iter()
                             .flat_map(|each| each.to_ne_bytes())
@@ -387,7 +387,7 @@ impl Process {
                 }
                 status
             }
-            Call::Broadcast(comm, count, dtype, root) => {
+            CCall::Broadcast(comm, count, dtype, root) => {
                 let mut data = vec![5_u128; (*count).into()];
                 let (data, count) = (data.as_mut_ptr().cast(), usize::from(*count));
                 // SAFETY: the data has at least as many bytes as so many elements of the largest type, and lives until the
@@ -399,12 +399,12 @@ impl Process {
                 status
             }
             // SAFETY: NULL is the default stream.
-            Call::Barrier(comm) => unsafe { symmpool_barrier(self.comm(*comm), null_mut()) },
-            Call::Synchronize(comm) => {
+            CCall::Barrier(comm) => unsafe { symmpool_barrier(self.comm(*comm), null_mut()) },
+            CCall::Synchronize(comm) => {
                 // SAFETY: NULL is the default stream.
                 unsafe { symmpool_comm_synchronize(self.comm(*comm), null_mut()) }
             }
-            Call::GroupOf(rank, world, directory, time) => {
+            CCall::GroupOf(rank, world, directory, time) => {
                 // A folder of any name would be made anywhere.
                 let directory = directory.as_ref().map(|_| "/proc/self/nowhere");
                 let status = self.group(*rank, *world, directory, *time);
@@ -425,7 +425,7 @@ impl Process {
             assert_eq!(address % if align == 0 { 512 } else { align }, 0);
             // SAFETY: the block was just allocated, and has this length.
             unsafe { pointer.cast::<u8>().write_bytes(self.serial, bytes) };
-            let before = self.live.insert(address, LiveBlock { pool, bytes, byte: self.serial });
+            let before = self.live.insert(address, BlockOfC { pool, bytes, byte: self.serial });
             assert!(before.is_none(), "{address:#x} was handed out twice");
         }
         status
@@ -473,18 +473,18 @@ impl Process {
         status
     }
 
-    fn stats(&mut self, pool: u64, wrong: Wrong) -> Status {
+    fn stats(&mut self, pool: u64, wrong: WrongArgument) -> Status {
         let mut room = [PoolStats { allocated: 0, reserved: 0, commits: 0, windows: 0 }; 2];
         let right = room.as_mut_ptr();
         let out = match wrong {
-            Wrong::No => right,
-            Wrong::Null => null_mut(),
-            Wrong::Odd => right.wrapping_byte_add(1),
+            WrongArgument::No => right,
+            WrongArgument::Null => null_mut(),
+            WrongArgument::Odd => right.wrapping_byte_add(1),
         };
         // SAFETY: the pointer is NULL, not aligned, which are refused, or can be written to.
         let status = unsafe { symmpool_stats(pool, out) };
         if status == Status::Ok {
-            assert!(matches!(wrong, Wrong::No));
+            assert!(matches!(wrong, WrongArgument::No));
             let asked: usize = self
                 .live
                 .values()

@@ -21,14 +21,14 @@ pub(crate) const TARGET: FuzzTarget = FuzzTarget {
 };
 
 #[derive(Arbitrary, Clone, Debug)]
-struct Program {
+struct RankProgram {
     three_ranks: bool,
-    steps: Vec<Step>,
+    steps: Vec<ProgramStep>,
 }
 
 #[derive(Arbitrary, Clone, Debug)]
-struct Step {
-    call: Call,
+struct ProgramStep {
+    call: CollectiveCall,
     count: Count,
     /// Whether blocks of the local lane are used, which lie anywhere.
     outside: bool,
@@ -46,7 +46,7 @@ enum Count {
 }
 
 #[derive(Arbitrary, Clone, Copy, Debug)]
-enum Call {
+enum CollectiveCall {
     AllReduce(Op),
     ReduceScatter(Op),
     AllGather,
@@ -66,14 +66,14 @@ enum Op {
 #[derive(Arbitrary, Clone, Copy, Debug)]
 enum Difference {
     Count,
-    Call,
+    CollectiveCall,
     Root,
 }
 
 const STREAM: &Stream = &Stream::DEFAULT;
 
 fn run(bytes: &[u8]) {
-    let Some(program) = value_of::<Program>(bytes) else { return };
+    let Some(program) = value_of::<RankProgram>(bytes) else { return };
     let world = if program.three_ranks { 3 } else { 2 };
     let steps = &program.steps[..program.steps.len().min(12)];
     on_ranks(world, |group| {
@@ -134,7 +134,7 @@ fn element(seed: u32, nth: usize, rank: u32, index: usize) -> i64 {
     (mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as i64 - (1 << 23)
 }
 
-impl Step {
+impl ProgramStep {
     /// Makes the call, and compares its result.
     fn run(&self, nth: usize, pool: &Pool, comm: &Communicator) -> Result<()> {
         let (world, me) = (comm.world(), comm.rank());
@@ -144,29 +144,31 @@ impl Step {
         if let Some((rank, difference)) = self.differs {
             let odd = u32::from(rank) % world == me;
             match (difference, call) {
-                (Difference::Count, _) if !matches!(self.call, Call::Barrier) => {
+                (Difference::Count, _) if !matches!(self.call, CollectiveCall::Barrier) => {
                     count += usize::from(odd);
                     differs = true;
                 }
-                (Difference::Call, _) if !matches!(self.call, Call::Barrier) => {
-                    call = if odd { Call::Barrier } else { call };
+                (Difference::CollectiveCall, _)
+                    if !matches!(self.call, CollectiveCall::Barrier) =>
+                {
+                    call = if odd { CollectiveCall::Barrier } else { call };
                     differs = true;
                 }
-                (Difference::Root, Call::Broadcast(root)) => {
+                (Difference::Root, CollectiveCall::Broadcast(root)) => {
                     let other = (u32::from(root) + u32::from(odd)) % world;
-                    call = Call::Broadcast(other as u8);
+                    call = CollectiveCall::Broadcast(other as u8);
                     differs = true;
                 }
                 _ => {}
             }
         }
         let (inputs, outputs) = match call {
-            Call::AllReduce(_) => (count, count),
-            Call::ReduceScatter(_) => (count * parts, count),
-            Call::AllGather => (count, count * parts),
-            Call::AllToAll => (count * parts, count * parts),
-            Call::Broadcast(_) => (count, count),
-            Call::Barrier => (0, 0),
+            CollectiveCall::AllReduce(_) => (count, count),
+            CollectiveCall::ReduceScatter(_) => (count * parts, count),
+            CollectiveCall::AllGather => (count, count * parts),
+            CollectiveCall::AllToAll => (count * parts, count * parts),
+            CollectiveCall::Broadcast(_) => (count, count),
+            CollectiveCall::Barrier => (0, 0),
         };
         let mine = |rank: u32| (0..inputs).map(move |index| element(self.seed, nth, rank, index));
         let input: Vec<i64> = mine(me).collect();
@@ -190,18 +192,20 @@ impl Step {
         };
         let own = me as usize * count;
         let expected: Vec<i64> = match call {
-            Call::AllReduce(op) => (0..count).map(|index| reduced(op, index)).collect(),
-            Call::ReduceScatter(op) => (0..count).map(|index| reduced(op, own + index)).collect(),
-            Call::AllGather => {
+            CollectiveCall::AllReduce(op) => (0..count).map(|index| reduced(op, index)).collect(),
+            CollectiveCall::ReduceScatter(op) => {
+                (0..count).map(|index| reduced(op, own + index)).collect()
+            }
+            CollectiveCall::AllGather => {
                 (0..world).flat_map(|rank| (0..count).map(move |index| at(rank, index))).collect()
             }
-            Call::AllToAll => {
+            CollectiveCall::AllToAll => {
                 (0..world).flat_map(|rank| (0..count).map(move |i| at(rank, own + i))).collect()
             }
-            Call::Broadcast(root) => {
+            CollectiveCall::Broadcast(root) => {
                 (0..count).map(|index| at(u32::from(root) % world, index)).collect()
             }
-            Call::Barrier => Vec::new(),
+            CollectiveCall::Barrier => Vec::new(),
         };
         assert!(output == expected, "{self:?} as rank {me}");
         Ok(())
@@ -210,26 +214,26 @@ impl Step {
     fn in_slices(
         &self,
         comm: &Communicator,
-        call: Call,
+        call: CollectiveCall,
         input: &[i64],
         outputs: usize,
     ) -> Result<Vec<i64>> {
         let mut output = vec![-1; outputs];
         match call {
-            Call::AllReduce(op) => {
+            CollectiveCall::AllReduce(op) => {
                 output.copy_from_slice(input);
                 comm.all_reduce_slice(&mut output, op.of(), STREAM)?;
             }
-            Call::ReduceScatter(op) => {
+            CollectiveCall::ReduceScatter(op) => {
                 comm.reduce_scatter_slice(&mut output, input, op.of(), STREAM)?;
             }
-            Call::AllGather => comm.all_gather_slice(&mut output, input, STREAM)?,
-            Call::AllToAll => comm.all_to_all_slice(&mut output, input, STREAM)?,
-            Call::Broadcast(root) => {
+            CollectiveCall::AllGather => comm.all_gather_slice(&mut output, input, STREAM)?,
+            CollectiveCall::AllToAll => comm.all_to_all_slice(&mut output, input, STREAM)?,
+            CollectiveCall::Broadcast(root) => {
                 output.copy_from_slice(input);
                 comm.broadcast_slice(&mut output, u32::from(root) % comm.world(), STREAM)?;
             }
-            Call::Barrier => comm.barrier(STREAM)?,
+            CollectiveCall::Barrier => comm.barrier(STREAM)?,
         }
         Ok(output)
     }
@@ -239,7 +243,7 @@ impl Step {
         &self,
         pool: &Pool,
         comm: &Communicator,
-        call: Call,
+        call: CollectiveCall,
         input: &[i64],
         outputs: usize,
         differs: bool,
@@ -251,15 +255,17 @@ impl Step {
         to.write(&vec![-1; outputs])?;
         let mut result = &to;
         match call {
-            Call::AllReduce(op) => comm.all_reduce_into(&to, &from, op.of(), STREAM)?,
-            Call::ReduceScatter(op) => comm.reduce_scatter_into(&to, &from, op.of(), STREAM)?,
-            Call::AllGather => comm.all_gather_into(&to, &from, STREAM)?,
-            Call::AllToAll => comm.all_to_all_into(&to, &from, STREAM)?,
-            Call::Broadcast(root) => {
+            CollectiveCall::AllReduce(op) => comm.all_reduce_into(&to, &from, op.of(), STREAM)?,
+            CollectiveCall::ReduceScatter(op) => {
+                comm.reduce_scatter_into(&to, &from, op.of(), STREAM)?;
+            }
+            CollectiveCall::AllGather => comm.all_gather_into(&to, &from, STREAM)?,
+            CollectiveCall::AllToAll => comm.all_to_all_into(&to, &from, STREAM)?,
+            CollectiveCall::Broadcast(root) => {
                 comm.broadcast(&from, u32::from(root) % comm.world(), STREAM)?;
                 result = &from;
             }
-            Call::Barrier => comm.barrier(STREAM)?,
+            CollectiveCall::Barrier => comm.barrier(STREAM)?,
         }
         result.read()
     }

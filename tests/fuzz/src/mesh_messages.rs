@@ -17,14 +17,14 @@ pub(crate) const TARGET: FuzzTarget = FuzzTarget {
 };
 
 #[derive(Arbitrary, Debug)]
-enum Input {
-    Session(Vec<Packet>, Vec<Call>),
+enum MeshInput {
+    Session(Vec<ChosenPacket>, Vec<ChosenCall>),
     Hello(Vec<u8>),
     Introduction(Vec<u8>),
 }
 
 #[derive(Arbitrary, Debug)]
-enum Packet {
+enum ChosenPacket {
     Bytes(Vec<u8>, u8),
     Payload(u8, Vec<u8>, u8),
     /// The next piece of a value of so many bytes, in one of the first rounds.
@@ -38,7 +38,7 @@ enum Packet {
 }
 
 #[derive(Arbitrary, Debug)]
-enum Call {
+enum ChosenCall {
     Gather(u16),
     Exchange(u8),
     Hear(u8, u8),
@@ -46,34 +46,36 @@ enum Call {
 
 fn run(bytes: &[u8]) {
     match value_of(bytes) {
-        Some(Input::Session(packets, calls)) => {
+        Some(MeshInput::Session(packets, calls)) => {
             let packets: Vec<MeshPacket> = packets.into_iter().take(64).map(packet).collect();
             let calls = calls.into_iter().take(8).map(|call| match call {
-                Call::Gather(length) => MeshCall::Gather(length),
-                Call::Exchange(expect) => MeshCall::Exchange(expect % 8),
-                Call::Hear(a, b) => MeshCall::Hear(a.into(), b.into()),
+                ChosenCall::Gather(length) => MeshCall::Gather(length),
+                ChosenCall::Exchange(expect) => MeshCall::Exchange(expect % 8),
+                ChosenCall::Hear(a, b) => MeshCall::Hear(a.into(), b.into()),
             });
             mesh_session(&packets, &calls.collect::<Vec<_>>());
         }
-        Some(Input::Hello(payload)) => mesh_hello(&payload),
-        Some(Input::Introduction(payload)) => mesh_introduction(&payload),
+        Some(MeshInput::Hello(payload)) => mesh_hello(&payload),
+        Some(MeshInput::Introduction(payload)) => mesh_introduction(&payload),
         None => {}
     }
 }
 
-fn packet(packet: Packet) -> MeshPacket {
+fn packet(packet: ChosenPacket) -> MeshPacket {
     match packet {
-        Packet::Bytes(bytes, fds) => MeshPacket::Bytes(bytes, fds % 8),
-        Packet::Payload(kind, payload, fds) => MeshPacket::Payload(kind.into(), payload, fds % 8),
-        Packet::Piece(round, first, length, total) => {
+        ChosenPacket::Bytes(bytes, fds) => MeshPacket::Bytes(bytes, fds % 8),
+        ChosenPacket::Payload(kind, payload, fds) => {
+            MeshPacket::Payload(kind.into(), payload, fds % 8)
+        }
+        ChosenPacket::Piece(round, first, length, total) => {
             let bytes = vec![first; (length % 16).into()];
             let (round, first) = ((round % 4).into(), (first % 32).into());
             MeshPacket::Part(round, true, first, (total % 32).into(), bytes)
         }
-        Packet::Part(round, right, first, total, bytes) => {
+        ChosenPacket::Part(round, right, first, total, bytes) => {
             MeshPacket::Part((round % 4).into(), right, first, total, bytes)
         }
-        Packet::Handles(round, first, count, total) => {
+        ChosenPacket::Handles(round, first, count, total) => {
             let (first, count, total) = (first % 8, count % 8, total % 8);
             MeshPacket::Descriptors(
                 (round % 4).into(),
@@ -83,10 +85,10 @@ fn packet(packet: Packet) -> MeshPacket {
                 count,
             )
         }
-        Packet::Descriptors(round, first, count, total, fds) => {
+        ChosenPacket::Descriptors(round, first, count, total, fds) => {
             MeshPacket::Descriptors((round % 4).into(), first, count, total, fds % 8)
         }
-        Packet::Barrier(a, b, bytes) => MeshPacket::Barrier(a.into(), b.into(), bytes),
-        Packet::Farewell(by, why) => MeshPacket::Farewell(by, why),
+        ChosenPacket::Barrier(a, b, bytes) => MeshPacket::Barrier(a.into(), b.into(), bytes),
+        ChosenPacket::Farewell(by, why) => MeshPacket::Farewell(by, why),
     }
 }
