@@ -111,7 +111,8 @@ test-long-emulated: emulated-begun
 		--algorithms $(EMULATED_CHECKS)
 	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 3 --grows --algorithms experts,fused
 	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 3 --beside-compute \
-		--algorithms two_shot_pipeline,two_shot_copy,all_gather_broadcast
+		--algorithms two_shot_pipeline,two_shot_copy,all_gather_broadcast,reduce_scatter
+	$(EMULATED) $(COLLECTIVES) check $(LONG_PATIENCE) --quick --ranks 8 --algorithms two_shot_pipeline
 	$(call passed,long-emulated)
 else
 test-long-emulated:
@@ -237,18 +238,17 @@ emulated-algorithms: emulated-begun
 		--algorithms one_shot_ll128,two_shot_lamport,two_shot_copy,one_sided,call_order,p2p,odd_plans
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --grows --algorithms handles
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --algorithms random_plans --programs 6 --seed 3
-	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push,two_shot_pipeline
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 8 --algorithms one_shot_ll128,two_shot_push
 
-# Other numbers of processors, several communicators, beside compute, and what is no algorithm.
+# Other numbers of processors, several communicators, beside compute, and what is no algorithm. Models need no device.
 emulated-settings: emulated-begun
-	$(EMULATED) $(CARGO_TEST) --lib cuda:: -- --nocapture
+	$(EMULATED) $(CARGO_TEST) --lib cuda:: -- --nocapture --skip cuda::protocols
 	$(EMULATED) $(PROGRAMS)/cuda_check --ranks 3
 	$(EMULATED) $(CARGO_TEST) --test examples
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms first_calls
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 3 --concurrent 2,1,5 \
 		--algorithms one_shot_pull,two_shot_pull,two_shot_push,two_shot_pipeline,plans
-	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --beside-compute \
-		--algorithms two_shot_copy,all_gather_broadcast,reduce_scatter
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --beside-compute --algorithms two_shot_copy
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --grows --algorithms growth
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms epochs,threads
 	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms explain

@@ -5,6 +5,7 @@
 //! until the rank accepts them. A connection that closes shows that the other process has ended.
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
@@ -23,12 +24,29 @@ use crate::{Error, Result};
 /// How many connections may wait that have not said yet who they are.
 const MAX_CALLERS: usize = 256;
 
+/// Secret of a listener, which callers must know. It is never shown, and compared in constant time.
+#[derive(Clone, Copy, Serialize, Deserialize)]
+struct PairSecret([u8; 32]);
+
+impl fmt::Debug for PairSecret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("PairSecret(..)")
+    }
+}
+
+impl PartialEq for PairSecret {
+    fn eq(&self, other: &Self) -> bool {
+        // Hashes are compared in constant time.
+        blake3::Hash::from_bytes(self.0) == blake3::Hash::from_bytes(other.0)
+    }
+}
+
 /// Where a rank can be reached, as it publishes it.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct PairAddress {
     identity: HostIdentity,
     name: String,
-    secret: [u8; 32],
+    secret: PairSecret,
 }
 
 impl Message for PairAddress {
@@ -40,7 +58,7 @@ impl Message for PairAddress {
 #[derive(Debug, Serialize, Deserialize)]
 struct Greeting {
     from: u32,
-    secret: [u8; 32],
+    secret: PairSecret,
 }
 
 impl Message for Greeting {
@@ -102,7 +120,7 @@ impl PairAddress {
 #[derive(Debug)]
 pub struct PairListener {
     listener: Listener,
-    secret: [u8; 32],
+    secret: PairSecret,
     /// Accepted connections that have yet to say who they are, oldest first; and what packets are read into.
     callers: Mutex<(VecDeque<Socket>, PacketBuffer)>,
 }
@@ -125,7 +143,7 @@ impl PairListener {
     ///
     /// - `is_out_of_memory` where there are too many open files.
     pub fn bind() -> Result<Self> {
-        let (listener, secret) = (Listener::bind()?, random_bytes()?);
+        let (listener, secret) = (Listener::bind()?, PairSecret(random_bytes()?));
         let callers = Mutex::new((VecDeque::new(), PacketBuffer::new()));
         Ok(Self { listener, secret, callers })
     }
@@ -253,9 +271,19 @@ mod tests {
     }
 
     #[test]
+    fn secrets_of_pairs_are_not_shown() {
+        let listener = PairListener::bind().unwrap();
+        let (there, secret) = (address(&listener), listener.secret);
+        let greeting = Greeting { from: 1, secret };
+        let shown = format!("{listener:?} {there:?} {greeting:?}");
+        assert_eq!(shown.matches("PairSecret(..)").count(), 3, "{shown}");
+        assert!(!shown.contains(&format!("{:?}", secret.0)), "{shown}");
+    }
+
+    #[test]
     fn callers_without_the_secret_are_turned_away_and_ended_ranks_are_gone() {
         let listener = PairListener::bind().unwrap();
-        let there = PairAddress { secret: [1; 32], ..address(&listener) };
+        let there = PairAddress { secret: PairSecret([1; 32]), ..address(&listener) };
         let memory = rustix::fs::memfd_create("test", MemfdFlags::CLOEXEC).unwrap();
         let socket = there.dial(5, memory.as_fd()).unwrap();
         assert!(listener.accept().unwrap().is_none());

@@ -10,6 +10,7 @@ mod mutants;
 mod prose;
 mod python_imports;
 mod rust_imports;
+mod security;
 mod types;
 mod words;
 
