@@ -45,6 +45,13 @@ struct Part {
     char* at;
     size_t bytes;
     int peer;
+
+    // Goes on behind so many bytes. Whether that was all.
+    bool moved(size_t some) {
+        at += some;
+        bytes -= some;
+        return bytes == 0;
+    }
 };
 
 // Transfers that run together, as one kernel would.
@@ -76,35 +83,38 @@ bool has_fault(const char* fault) {
 
 void breathe() { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
 
+// Calls `copy(in_ring, done, some)` for the pieces of a ring from position `at` on, of which one ends where the ring does.
+template <typename Copy>
+void each_piece(size_t at, size_t bytes, Copy copy) {
+    for (size_t done = 0; done < bytes;) {
+        const size_t in_ring = (at + done) % RING, some = std::min(bytes - done, RING - in_ring);
+        copy(in_ring, done, some);
+        done += some;
+    }
+}
+
 // Moves what fits into the ring. Whether that was all.
 bool push(Ring& ring, Part& part) {
     const size_t written = ring.written.load(std::memory_order_relaxed);
     const size_t room = RING - (written - ring.read.load(std::memory_order_acquire));
     const size_t bytes = std::min(room, part.bytes);
-    for (size_t done = 0; done < bytes;) {
-        const size_t at = (written + done) % RING, some = std::min(bytes - done, RING - at);
-        memcpy(ring.data + at, part.at + done, some);
-        done += some;
-    }
-    part.at += bytes;
-    part.bytes -= bytes;
+    each_piece(written, bytes, [&](size_t in_ring, size_t done, size_t some) {
+        memcpy(ring.data + in_ring, part.at + done, some);
+    });
     ring.written.store(written + bytes, std::memory_order_release);
-    return part.bytes == 0;
+    return part.moved(bytes);
 }
 
+// Moves what there is out of the ring. Whether that was all.
 bool pull(Ring& ring, Part& part) {
     const size_t read = ring.read.load(std::memory_order_relaxed);
     const size_t there = ring.written.load(std::memory_order_acquire) - read;
     const size_t bytes = std::min(there, part.bytes);
-    for (size_t done = 0; done < bytes;) {
-        const size_t at = (read + done) % RING, some = std::min(bytes - done, RING - at);
-        memcpy(part.at + done, ring.data + at, some);
-        done += some;
-    }
-    part.at += bytes;
-    part.bytes -= bytes;
+    each_piece(read, bytes, [&](size_t in_ring, size_t done, size_t some) {
+        memcpy(part.at + done, ring.data + in_ring, some);
+    });
     ring.read.store(read + bytes, std::memory_order_release);
-    return part.bytes == 0;
+    return part.moved(bytes);
 }
 
 void run(void* raw) {

@@ -37,8 +37,9 @@ impl Outers {
     /// used, or one that the system finds; all ranks must have the same version.
     ///
     /// Each rank has two communicators of NCCL, and no host has one of its own; where hosts have different numbers of ranks, all
-    /// but their first ranks have one. They are made within twice `limit`, and each of their transfers is bounded by the timeout of [`Outer::set_timeout`], or `limit` before that is called. A transfer that takes
-    /// longer is aborted by a thread of this rank, and fails the engines.
+    /// but their first ranks have one. They are made within twice `limit`, and each of their transfers is bounded by the timeout
+    /// of [`Outer::set_timeout`], or `limit` before that is called. A transfer that takes longer is aborted by a thread of this
+    /// rank, and fails the engines.
     ///
     /// # Errors
     ///
@@ -62,18 +63,12 @@ impl Outers {
         let frame = made.as_ref().err().map(Error::message).unwrap_or_default();
         let met = group.all_gather("NCCL between hosts", frame.as_bytes(), group.deadline());
         let transfers = made?;
-        let outcomes = met.inspect_err(|why| {
-            if let Err(error) = transfers.abort(why.clone()) {
-                tracing::warn!(%error, "communicators of NCCL are left as they are");
-            }
-        })?;
+        let outcomes = met.inspect_err(|why| abort_made(&transfers, why))?;
         let failed = (0_u32..).zip(outcomes.parts()).find(|(_, text)| !text.is_empty());
         if let Some((rank, text)) = failed {
             let text = String::from_utf8_lossy(text);
             let why = at_rank(hosts, rank, Error::system("making NCCL's communicators", text));
-            if let Err(error) = transfers.abort(why.clone()) {
-                tracing::warn!(%error, "communicators of NCCL are left as they are");
-            }
+            abort_made(&transfers, &why);
             return Err(why);
         }
         let shared = Arc::new(OuterPair { transfers, maker: ProcessId::here() });
@@ -82,6 +77,13 @@ impl Outers {
         };
         let rail = place.has_rail.then(|| engine(0));
         Ok(Self { rail, flat: engine(usize::from(place.has_rail)) })
+    }
+}
+
+/// Ends communicators that not all ranks have.
+fn abort_made(transfers: &Transfers, why: &Error) {
+    if let Err(error) = transfers.abort(why.clone()) {
+        tracing::warn!(%error, "communicators of NCCL are left as they are");
     }
 }
 

@@ -127,8 +127,7 @@ impl KernelModel {
         places: Vec<MemoryPlace>,
         judge: impl Fn(&[MemoryWord]) -> Answer + 'static,
     ) {
-        let judge = Box::new(judge);
-        self.step(thread, says, Action::Look { places, acquires: false, judge });
+        self.step(thread, says, Action::Look { places, acquires: false, judge: Box::new(judge) });
     }
 
     /// Looks at places as [`look`](Self::look) does, and sees what was released with what it takes.
@@ -139,8 +138,7 @@ impl KernelModel {
         places: Vec<MemoryPlace>,
         judge: impl Fn(&[MemoryWord]) -> Answer + 'static,
     ) {
-        let judge = Box::new(judge);
-        self.step(thread, says, Action::Look { places, acquires: true, judge });
+        self.step(thread, says, Action::Look { places, acquires: true, judge: Box::new(judge) });
     }
 
     /// Adds one to a counter; who is the last of `of` threads stores `then`.
