@@ -46,7 +46,7 @@ NEWEST_TORCH := torch==2.15.0
 ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-long test-long-plans test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-lives test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
 .PHONY: test-engines engines-wheel
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
@@ -67,7 +67,13 @@ check: ready
 ## What takes too long for `make test`: more random programs, every kernel compiled anew, long checks on emulated devices,
 ## and the package's tests with the newest torch.
 test-long: ready
-	@+$(MAKE) --no-print-directory test-long-plans test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch
+	@+$(MAKE) --no-print-directory test-long-plans test-long-lives test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch
+
+# Lives of a pool between processes, counted to the byte.
+test-long-lives:
+	$(call begin,long-lives)
+	SYMMPOOL_LIVES=10000 $(CARGO_TEST) --package symmpool-tests --test life_cycles -- --nocapture
+	$(call passed,long-lives)
 
 test-long-plans:
 	$(call begin,long-plans)
