@@ -93,18 +93,21 @@ LEFT = {
     "bench": (19, "communicators and models of the library that is measured, each of another kind"),
     "collectives": (3, "a factor of torch's PREMUL_SUM, lists of any objects, arguments of another backend"),
     "communicators": (
-        5,
+        4,
         "tensors of any library, before they are known to be one; functions that get attributes",
     ),
     "deep_ep": (6, "DeepEP's tuples, whose entries are made when they are looked at"),
     "engines": (4, "groups of serving engines, of which versions differ"),
     "experts": (1, "a check that returns what it was given"),
     "fused": (7, "nodes of Inductor's graphs, and decorators of functions of any signature"),
-    "groups": (6, "stores and groups of torch, which may not be imported"),
+    "groups": (5, "stores and groups of torch, which may not be imported"),
     "memory": (5, "results of compiled functions, and torch itself"),
-    "plugins": (7, "objects of serving engines"),
+    "plugins": (3, "objects of serving engines"),
     "symmetric_memory": (1, "an allocator that torch's stubs lack"),
-    "torch_backend": (41, "torch's stubs have several signatures for one call, and lack some options"),
+    "torch_backend": (
+        15,
+        "Work or None, where torch's stubs want Work; options that they lack",
+    ),
 }
 
 

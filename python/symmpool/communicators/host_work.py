@@ -399,7 +399,7 @@ class _CallQueue:
 class Worker:
     """A thread that makes calls one after the other. It ends when its owner is gone."""
 
-    def __init__(self, owner: Any, explain: Explain = leave_as_it_is):
+    def __init__(self, owner: object, explain: Explain = leave_as_it_is):
         self._queue = calls = _CallQueue(explain)
         # First what ends the thread: Ctrl-C may come behind its start.
         weakref.finalize(owner, calls.put, None)

@@ -265,7 +265,7 @@ def _prefix_of(store: torch.distributed.Store) -> str:
     return found
 
 
-def tcp_below(store: Any) -> Any:
+def tcp_below(store: object) -> torch.distributed.TCPStore | None:
     """The connection to a server that a store is, below its prefixes; None if it is none."""
     try:
         from torch.distributed import PrefixStore, TCPStore

@@ -28,21 +28,21 @@ class VllmCollectives:
     returns when it is done; a rank that does not come within the group's timeout is an error that names
     it."""
 
-    def __init__(self, group: Any):
+    def __init__(self, group: torch.distributed.ProcessGroup):
         self._group = group
         # Made now, where all ranks are: a first call may be traced.
         cache.communicator(group, "cpu")
 
-    def all_reduce(self, input: torch.Tensor, group: Any = None) -> None:
+    def all_reduce(self, input: torch.Tensor, group: object = None) -> None:
         """Sums up every rank's tensor in place."""
         symmpool.all_reduce(input, group=self._group)
 
-    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, group: Any = None) -> None:
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, group: object = None) -> None:
         """Every rank's `input`, one behind the other, in `output`."""
         symmpool.all_gather_into_tensor(output, input, group=self._group)
 
     def gather(
-        self, input: torch.Tensor, gather_list: list[torch.Tensor] | None, dst: int = 0, group: Any = None
+        self, input: torch.Tensor, gather_list: list[torch.Tensor] | None, dst: int = 0, group: object = None
     ) -> None:
         """Every rank's tensor in the list of the rank `dst`, a rank of the default group."""
         symmpool.gather(input, gather_list, dst=dst, group=self._group)

@@ -38,7 +38,7 @@ class GroupCollectives(Messages):
     # Collectives that ours serves. Two names for one call are those of older and newer torch. torch's stubs
     # have several signatures for some of them, all of which these take.
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None) -> dist.Work:
         """Reduces a list of one tensor in place."""
         opts = opts if opts is not None else dist.AllreduceOptions()
         if isinstance(tensors, torch.Tensor):
@@ -48,13 +48,13 @@ class GroupCollectives(Messages):
             work = self._run("all_reduce", opts, tensors[0], plans.all_reduce, tensors[0], op, self._size)
         return work if work is not None else self._pass("all_reduce", "allreduce", tensors, opts)
 
-    def broadcast(self, tensors: Any, opts: Any) -> dist.Work:
+    def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> dist.Work:
         """Sends the root's tensor to all ranks."""
         if isinstance(tensors, torch.Tensor):
             tensors = [tensors]
         return self._run_one("broadcast", tensors, opts, plans.broadcast, opts.rootRank, self._rank)
 
-    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def reduce(self, tensors: list[torch.Tensor], opts: dist.ReduceOptions | None = None) -> dist.Work:
         """Reduces a list of one tensor, into the root's."""
         opts = opts if opts is not None else dist.ReduceOptions()
         if isinstance(tensors, torch.Tensor):
@@ -69,7 +69,9 @@ class GroupCollectives(Messages):
         given = (op, opts.rootRank, self._rank, self._size)
         return self._run_one("reduce", tensors, opts, plans.reduce, *given)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
+    ) -> dist.Work:
         """Gathers all ranks' `input` in `output`, which has as many times its elements as there are ranks."""
         opts, name = opts if opts is not None else AllgatherOptions(), "all_gather_into_tensor"
         work = None
@@ -79,7 +81,9 @@ class GroupCollectives(Messages):
 
     _allgather_base = all_gather_single
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: dist.ReduceScatterOptions | None = None
+    ) -> dist.Work:
         """Reduces all ranks' `input`, and leaves this rank's part of it in `output`."""
         opts, name = opts if opts is not None else dist.ReduceScatterOptions(), "reduce_scatter_tensor"
         op, work = operation(opts.reduceOp), None
@@ -89,7 +93,12 @@ class GroupCollectives(Messages):
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def allgather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> dist.Work:
         """Gathers all ranks' tensor in a list of as many tensors."""
         opts, work = opts if opts is not None else AllgatherOptions(), None
         if len(inputs) == len(outputs) == 1 and self._moves(inputs[0]):
@@ -97,7 +106,12 @@ class GroupCollectives(Messages):
             work = self._run("allgather", opts, inputs[0], plans.all_gather, *given)
         return work if work is not None else self._pass("allgather", "allgather", outputs, inputs, opts)
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def reduce_scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: dist.ReduceScatterOptions | None = None,
+    ) -> dist.Work:
         """Reduces lists of tensors, and leaves this rank's one in the output."""
         opts = opts if opts is not None else dist.ReduceScatterOptions()
         op, name, work = operation(opts.reduceOp), "reduce_scatter", None
@@ -109,7 +123,9 @@ class GroupCollectives(Messages):
     # Functional collectives, DTensor with them, and Megatron's data parallelism call these. Most lists are of
     # one tensor, which need not be looked at twice.
 
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(
+        self, tensors: list[torch.Tensor], opts: dist.AllreduceCoalescedOptions | None = None
+    ) -> dist.Work:
         """Reduces several tensors in place, each by itself."""
         opts, work = opts if opts is not None else dist.AllreduceCoalescedOptions(), None
         if len(tensors) == 1:
@@ -122,7 +138,7 @@ class GroupCollectives(Messages):
         return work if work is not None else self._pass(name, name, tensors, opts)
 
     def allgather_into_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: AllgatherOptions | None = None
     ) -> dist.Work:
         """Several gathers as `all_gather_single` makes them."""
         opts, work = opts if opts is not None else AllgatherOptions(), None
@@ -138,7 +154,10 @@ class GroupCollectives(Messages):
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: dist.ReduceScatterOptions | None = None,
     ) -> dist.Work:
         """Several reduce-scatters as `reduce_scatter_single` makes them."""
         opts, work = opts if opts is not None else dist.ReduceScatterOptions(), None
@@ -173,7 +192,7 @@ class GroupCollectives(Messages):
         input: torch.Tensor,
         output_splits: list[int],
         input_splits: list[int],
-        opts: Any = None,
+        opts: dist.AllToAllOptions | None = None,
     ) -> dist.Work:
         """Exchanges parts of one tensor. Splits are elements of the first dimension; empty ones are equal
         parts."""
@@ -189,7 +208,12 @@ class GroupCollectives(Messages):
 
     alltoall_base = all_to_all_single
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def gather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: dist.GatherOptions | None = None,
+    ) -> dist.Work:
         """Gathers all ranks' tensor in the root's list."""
         opts, work = opts if opts is not None else dist.GatherOptions(), None
         if len(inputs) == 1 and self._moves(inputs[0]):
@@ -197,7 +221,9 @@ class GroupCollectives(Messages):
             work = self._run("gather", opts, inputs[0], plans.gather, *given)
         return work if work is not None else self._pass("gather", "gather", outputs, inputs, opts)
 
-    def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+    def gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: dist.GatherOptions | None = None
+    ) -> dist.Work:
         """Gathers all ranks' `input` in the root's `output`, one behind the other."""
         opts, work = opts if opts is not None else dist.GatherOptions(), None
         if self._moves(input):
@@ -208,7 +234,12 @@ class GroupCollectives(Messages):
         parts = [plans.parts_of(output, input, self._size)] if opts.rootRank == self._rank else []
         return self._pass("gather_single", "gather", parts, [input], opts)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def scatter(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: dist.ScatterOptions | None = None,
+    ) -> dist.Work:
         """Sends each rank one tensor of the root's list."""
         opts, work = opts if opts is not None else dist.ScatterOptions(), None
         if len(outputs) == 1 and self._moves(outputs[0]):
@@ -216,7 +247,12 @@ class GroupCollectives(Messages):
             work = self._run("scatter", opts, outputs[0], plans.scatter, *given)
         return work if work is not None else self._pass("scatter", "scatter", outputs, inputs, opts)
 
-    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+    def alltoall(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: dist.AllToAllOptions | None = None,
+    ) -> dist.Work:
         """Exchanges lists of tensors, one for each rank."""
         opts, work = opts if opts is not None else dist.AllToAllOptions(), None
         first = layout.first_tensor((outputs, inputs))
@@ -226,7 +262,7 @@ class GroupCollectives(Messages):
             work = self._run("alltoall", opts, first, plans.all_to_all, outputs, inputs, self._size)
         return work if work is not None else self._pass("alltoall", "alltoall", outputs, inputs, opts)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: dist.BarrierOptions | None = None) -> dist.Work:
         """Returns Work that is done once every rank has called it."""
         opts = opts if opts is not None else dist.BarrierOptions()
         device = getattr(opts, "device", None)

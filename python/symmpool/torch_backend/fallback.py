@@ -207,7 +207,7 @@ class FallbackBackends:
     @property
     def group(self) -> dist.ProcessGroup:
         """A process group of torch's own class on the same backends: its calls do not come back to our class.
-        To be asked for by calls that all ranks of the group make, as gloo may be made now, in which they
+        Only calls that all ranks of the group make may ask for it, as gloo may be made now, in which they
         meet."""
         if self._group is None:
             with self._lock:

@@ -149,12 +149,12 @@ class HostMessages:
             pause = min(pause * 1.5, LONGEST_PAUSE)
         return self._take([call(self._store.get, key) for key in keys])
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> MessageWork | CopyingWork:
         """Begins to send a tensor. Returns its Work."""
         place = tensor if layout.is_plain(tensor) else layout.contiguous((tensor,), writes=False)[0][0]
         return MessageWork(self._mailbox.send(place, peer, tag), tensor)  # type: ignore[union-attr]
 
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Any:
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> MessageWork | CopyingWork:
         """Begins to receive into a tensor, from a rank or from any. Returns its Work."""
         if layout.is_plain(tensor):
             return MessageWork(self._mailbox.recv(tensor, peer, tag), tensor)  # type: ignore[union-attr]

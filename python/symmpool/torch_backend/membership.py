@@ -38,8 +38,12 @@ def group_of(backend: SymmpoolBackend) -> torch.distributed.ProcessGroup | None:
 
 
 def split(
-    backend: SymmpoolBackend, kind: Any, store: torch.distributed.Store, ranks: list[int], options: Any
-) -> Any:
+    backend: SymmpoolBackend,
+    kind: type[SymmpoolBackend],
+    store: torch.distributed.Store,
+    ranks: list[int],
+    options: object,
+) -> SymmpoolBackend | None:
     """The backend of a group of some ranks of another backend's; None where this rank is none of them."""
     if backend._rank not in ranks:
         return None
@@ -49,7 +53,9 @@ def split(
     return kind(store, ranks.index(backend._rank), len(ranks), timeout, None, name)
 
 
-def shrink(backend: SymmpoolBackend, kind: type, excluded: list[int], flags: int) -> Any:
+def shrink(
+    backend: SymmpoolBackend, kind: type[SymmpoolBackend], excluded: list[int], flags: int
+) -> SymmpoolBackend:
     """The backend of the ranks that are left. Raises InvalidArgumentError where an excluded one lives: it
     would wait for the others."""
     backend._served.raise_at_end(backend)

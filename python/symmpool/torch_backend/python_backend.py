@@ -83,8 +83,8 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         store: torch.distributed.Store,
         rank: int,
         size: int,
-        timeout: Any,
-        options: Any = None,
+        timeout: datetime.timedelta,
+        options: object = None,
         name: str | None = None,
         group: torch.distributed.ProcessGroup | None = None,
     ):
@@ -97,8 +97,8 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         self._sequence = 0
         self._group: weakref.ref[Any] | None = None
         self._id = -1
-        self._options = cast(Any, c10d.Backend.Options(NAME, timeout))
-        self._options.group_name = name or ""
+        self._options = c10d.Backend.Options(NAME, timeout)
+        self._options.group_name = cast(Any, name or "")
         self._abort_hooks: dict[int, Callable[[], None]] = {}
         self._make(store, rank, size, timeout, options, name)
         if group is not None:
@@ -141,7 +141,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         return NAME
 
     @property
-    def options(self) -> Any:
+    def options(self) -> c10d.Backend.Options:
         """torch's options of the backend, among which is the timeout."""
         return self._options
 
@@ -219,7 +219,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
 
     # Timeouts and the end.
 
-    def set_timeout(self, timeout: Any) -> None:
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
         """Called by torch's `set_timeout`: calls wait so long from now on."""
         self._options._timeout = timeout
         self._fallbacks.set_timeouts(timeout)
@@ -275,7 +275,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
             return None
         return None if _profiler_enabled() or registers() else entry
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], opts: dist.AllreduceOptions | None = None) -> Any:
         """Reduces a list of one tensor in place."""
         self._sequence += 1
         if opts is not None and not opts.asyncOp and len(tensors) == 1:
@@ -299,7 +299,7 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         work = GroupCollectives.allreduce(self, tensors, opts)
         return None if work is DONE else work
 
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
+    def broadcast(self, tensors: list[torch.Tensor], opts: dist.BroadcastOptions) -> Any:
         """Sends the root's tensor to all ranks."""
         self._sequence += 1
         entry = self._ready(tensors[0], opts) if len(tensors) == 1 else None
@@ -313,7 +313,9 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         work = GroupCollectives.broadcast(self, tensors, opts)
         return None if work is DONE else work
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: c10d.AllgatherOptions | None = None
+    ) -> Any:
         """Gathers all ranks' `input` in `output`, which has as many times its elements as there are ranks."""
         self._sequence += 1
         entry = self._ready(output, opts)
@@ -345,9 +347,9 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_splits: Any,
-        input_splits: Any,
-        opts: Any = None,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: dist.AllToAllOptions | None = None,
     ) -> Any:
         """Exchanges parts of one tensor. Splits are elements of the first dimension; empty ones are equal
         parts."""
@@ -382,19 +384,19 @@ class SymmpoolBackend(GroupCollectives, c10d.Backend):
         return self._pass("allgather_coalesced", "allgather_coalesced", outputs, inputs, opts)
 
     def monitored_barrier(  # type: ignore[override]
-        self, opts: Any, wait_all_ranks: bool = False
+        self, opts: object, wait_all_ranks: bool = False
     ) -> None:
         """Waits for all ranks with gloo's monitored barrier, and makes gloo if need be."""
         timeout = getattr(opts, "timeout", opts)
         # Times below zero are no limit of the call's own.
-        known = isinstance(timeout, datetime.timedelta) and timeout >= _NO_TIMEOUT
-        GroupCollectives.monitored_barrier(self, timeout if known else None, wait_all_ranks)
+        known = timeout if isinstance(timeout, datetime.timedelta) and timeout >= _NO_TIMEOUT else None
+        GroupCollectives.monitored_barrier(self, known, wait_all_ranks)
 
     def start_coalescing(self) -> None:
         """Begins a batch of calls."""
         self._start_coalescing()
 
-    def end_coalescing(self) -> Any:
+    def end_coalescing(self) -> dist.Work | None:
         """Work of the calls since `start_coalescing`."""
         work = self._end_coalescing()
         return None if work is DONE else work

@@ -12,7 +12,6 @@ import contextlib
 import os
 import select
 import socket
-from typing import Any
 
 from symmpool.groups.store import tcp_below
 
@@ -21,7 +20,7 @@ from symmpool.groups.store import tcp_below
 LONGEST_WAIT = 2.0
 
 
-def await_server(store: Any) -> None:
+def await_server(store: object) -> None:
     """Waits until the server of a store is gone, if it is one that goes."""
     server = tcp_below(store)
     # A launcher's server outlives its ranks' groups.
