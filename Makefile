@@ -370,8 +370,9 @@ bench-host:
 tables:
 	$(PYTHON) bench/tables.py
 
-## The documents and the Python and Rust API as one site in target/site, with every link checked.
-docs: extension $(VENV)/docs-ready
+## The documents and the Python and Rust API as one site in target/site, with every link checked. Docstrings are those of
+## the extension that tests have: an optimised one has the same, and takes minutes to build.
+docs: test-extension $(VENV)/docs-ready
 	$(VENV)/bin/python docs/site/build.py
 
 $(VENV)/docs-ready: docs/site/requirements.txt $(VENV)/ready
