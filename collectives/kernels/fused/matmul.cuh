@@ -2,10 +2,10 @@
 //!
 //! A left matrix has a part of its rows for each rank, or of each. The parts' products are made in tiles of 128 x 256
 //! elements, by clusters of CLUSTER blocks, which make tiles with the same columns at once and load the right matrix's for
-//! each other. Of a block, one warp loads, two groups of four warps multiply, each a half of the tile's rows, and a warp for
-//! each group moves what becomes of the sums. If tiles fill no whole wave of clusters, several clusters make the last ones,
-//! each a part of the inner dimension (`StreamK`). Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a right
-//! matrix in memory are those of the inner dimension (1); OUTPUT_F16: whether results are F16 (1) or BF16.
+//! each other. Of a block, one warp loads, two warpgroups (groups, below) multiply, each a half of the tile's rows, and a warp
+//! for each group moves what becomes of the sums. If tiles fill no whole wave of clusters, several clusters make the last ones,
+//! each a part of the inner dimension (`StreamK`). Defines: WORLD, THREADS, DTYPE, CLUSTER; RIGHT_BY_ROWS: whether rows of a
+//! right matrix in memory are those of the inner dimension (1); OUTPUT_F16: whether results are F16 (1) or BF16.
 
 #pragma once
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_tile_factors(Blocks blocks, const SharedMem
     }
 }
 
-// --- two groups of four warps multiply
+// --- two warpgroups multiply
 
 // Product that a group makes of its half of a tile.
 class TileProduct {
@@ -192,7 +192,7 @@ protected:
     }
 };
 
-// The factor of a product's sums. To be read before they are made, as loads take a while.
+// The factor of a product's sums. Call this before you make them, as loads take a while.
 __device__ __forceinline__ float scale_of(const MatmulWork& work, const GemmProblem& problem) {
     if constexpr (TYPE != MULTIPLIES_E4M3) {
         return 1;

@@ -99,7 +99,7 @@ __device__ __forceinline__ void move_pieces(const Session& session, const Matmul
     await_bulk_stores<0>();
 }
 
-// --- two groups of four warps multiply
+// --- two warpgroups multiply
 
 class ScatterGroup : TileProduct {
     // How often each piece has become free in all tiles before this one, and how often pieces were loaded.

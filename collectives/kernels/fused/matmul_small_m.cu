@@ -4,8 +4,8 @@
 //! has a part of the inner dimension. Tensor cores multiply 64 rows at least, and here these are columns of the right matrix: the
 //! rows of the left one, filled up to TOKENS, are the product's columns.
 //!
-//! Of a block, one warp loads and two groups of four warps multiply, each for a half of a tile's columns. Blocks of a cluster
-//! leave their sums in shared memory, where each reads all of a part of the columns. What a thread has then is vectors of 8
+//! Of a block, one warp loads and two warpgroups multiply, each for a half of a tile's columns. Blocks of a cluster leave their
+//! sums in shared memory, where each reads all of a part of the columns. What a thread has then is vectors of 8
 //! columns of a row. They are rounded, and go to the inboxes of all peers, as in `all_reduce/one_shot.cu`; and when those of
 //! all peers have arrived, they are added up in the order of ranks, so all ranks get the same bits. The handshake is made by a
 //! warp of the first block, for which no data waits.
@@ -90,7 +90,7 @@ __device__ __forceinline__ void load_tile_factors(const MatmulSmallMWork& work, 
     }
 }
 
-// --- two groups of four warps multiply
+// --- two warpgroups multiply
 
 // Leaves a group's sums of blocks of the inner dimension in shared memory.
 __device__ __forceinline__ void multiply_tile(const SmallMSharedMemory& shared, Blocks blocks, u32 group, u32 thread,

@@ -7,7 +7,7 @@
 
 namespace symmpool {
 
-// Groups of four warps of a block that multiply.
+// Warpgroups of a block that multiply, and threads of one.
 constexpr u32 GROUPS = 2, GROUP_THREADS = 128;
 // Bytes of the inner dimension that are loaded at once, and multiplied at once.
 constexpr u32 BLOCK_BYTES = 128, STEP_BYTES = 32;
@@ -19,7 +19,7 @@ struct Blocks {
     u32 begin, end;
 };
 
-// A place in a cycle of so many stages, and the parity of the phase of its barriers.
+// An index in a cycle of STAGES stages, and the parity of the phase of its barriers.
 template <u32 STAGES> struct StageOf {
     u32 at = 0, phase = 0;
 

@@ -6,11 +6,12 @@
 
 namespace symmpool {
 
-// One call, from its handshake to its end, which is the end of this object. All threads of all blocks must make it before
-// anything else, and must come to its end. It is false in blocks that have nothing to do: these must return.
+// One call, from its handshake to its end, which is the end of this object's scope. All threads of all blocks must make it
+// before anything else, and must come to its end. It is false in blocks that have nothing to do: these must return.
 class Collective : public CallBlock {
 public:
-    // `ll_vectors`, `ll128_lines` and `lamport_vectors` are those of the inboxes that the call uses, from all ranks together.
+    // `ll_vectors`, `ll128_lines` and `lamport_vectors` are how many vectors or lines of this rank's inboxes the call uses, from
+    // all ranks together. `leave` says how it ends.
     __device__ Collective(const DeviceComm& device_comm, const DeviceCall& device_call, u64 ll_vectors = 0,
                           End leave = End::TOGETHER, u64 ll128_lines = 0);
     __device__ Collective(const DeviceComm& device_comm, const DeviceCall& device_call, u64 ll_vectors, End leave,
@@ -20,7 +21,7 @@ public:
     // Whether this block has work. A block without must return at once.
     __device__ explicit operator bool() const;
 
-    // The number of this block, and how many there are; the same on every rank.
+    // The number of this block, and how many blocks there are, without the leader block. How many is the same on every rank.
     __device__ u32 block() const;
     __device__ u32 blocks() const;
 
@@ -40,7 +41,8 @@ public:
     // once is stored for all, so that all links and this rank's memory are busy at the same time. Called as `copy`.
     __device__ void copy_to_all(void* window, const void* from, u64 bytes) const;
 
-    // A rank's scratch, undefined when a call begins, and its bytes. The next call has another half of it.
+    // A rank's scratch, as this rank maps it, and its bytes. It is undefined when a call begins: calls use its two halves by
+    // turns.
     __device__ char* scratch(u32 rank) const;
     __device__ u64 scratch_bytes() const;
 

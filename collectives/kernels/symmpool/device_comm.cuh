@@ -17,7 +17,8 @@ struct DeviceComm : Comm {
     }
 };
 
-// A call: `input`, `output`, `bytes` of a part, and the `root` of a broadcast.
+// A call: `input` and `output` in this rank's memory, `bytes` of a part, and the `root` of a broadcast. A part is what one rank
+// contributes, or gets: an all-gather's output has WORLD of them.
 struct DeviceCall : CallParams {};
 
 static_assert(sizeof(DeviceComm) == sizeof(Comm) && sizeof(DeviceCall) == sizeof(CallParams), "layouts differ");

@@ -8,10 +8,10 @@
 namespace symmpool {
 
 // Vectors of 16 bytes, of any bits, that show without flags that they have arrived: the inbox holds a pattern where nothing
-// has arrived, and who receives a vector puts it back. So each vector that is sent is received in the same call; what is
-// left would be taken for a vector of a later one. Whole warps send and receive together, 32 vectors in a row of which the
-// first is a multiple of 32. The inbox of a rank has `vectors` of each rank; a call passes WORLD times as many to
-// `Collective`.
+// has arrived, and who receives a vector puts it back. So you must receive each vector in the call that sends it: what is
+// left would be taken for a vector of a later call. All threads of a warp must call `send` and `receive` together, for 32
+// vectors in a row, the first of which is a multiple of 32. The inbox of a rank has `vectors` vectors of each rank. You must
+// pass WORLD times as many to `Collective`, as `lamport_vectors`.
 class LamportChannel {
 public:
     // How many vectors of each rank an inbox has room for.
@@ -21,11 +21,12 @@ public:
     // `peer` is another rank.
     __device__ LamportChannel(Collective& collective, u32 peer, u64 vectors);
 
-    // Sends a vector of each thread, once a call at most. Those past the end, or that there is no room for, are not sent.
+    // Sends a vector of each thread; you must send each once a call at most. Vectors past the end of `vectors`, or for which
+    // there is no room, are not sent.
     __device__ void send(u64 at, uint4 vector) const;
 
     // Waits for this thread's vector of the peer; those past the end are not waited for. All threads of a warp get the same
-    // answer: false if a vector does not arrive in time. These threads must return.
+    // answer: false if a vector does not arrive within the timeout. These threads must return.
     __device__ bool receive(u64 at, uint4& vector) const;
 
 private:
@@ -39,8 +40,8 @@ private:
     EscapedSlot local_;   // in this rank's inbox, for what the peer sends
 };
 
-// The channels to all peers by their distance, from 1: that of `comm.after(1)` first. They are made before a loop, so that
-// a vector takes half the instructions: a channel that is made within a loop computes its addresses for each anew.
+// The channels to all peers by their distance, from 1: that of `comm.after(1)` first. Make them before a loop: a vector then
+// takes half the instructions, as a channel that is made within a loop computes its addresses for each vector anew.
 class LamportChannels {
 public:
     __device__ LamportChannels(Collective& collective, u64 vectors);

@@ -25,8 +25,8 @@ using TargetLines = LineSpan<char>;
 template <typename Visit> __device__ __forceinline__ void for_each_line(u64 lines, Visit visit);
 
 // Lines of 128 bytes that show by themselves that they have arrived: the last eight are flags. Only NVLink keeps lines
-// whole, so there is no room on other links. Whole warps send and receive together, four lines at once. The inbox of a
-// rank has `lines` of each rank; a call passes WORLD times as many to `Collective`.
+// whole, so there is no room on other links. All threads of a warp must call `send` and `receive` together, for four lines at
+// once. The inbox of a rank has `lines` lines of each rank. You must pass WORLD times as many to `Collective`, as `ll128_lines`.
 class Ll128Channel {
 public:
     // How many lines of each rank an inbox has room for: 0 where not all ranks are linked by NVLink.
@@ -38,11 +38,11 @@ public:
     __device__ void send(u64 line, uint4 piece) const;
 
     // Waits for this thread's piece of a line of the peer; lines past the end are not waited for. All threads of a warp get
-    // the same answer: false if a line does not arrive in time. Threads that get that return.
+    // the same answer: false if a line does not arrive within the timeout. These threads must return.
     __device__ bool receive(u64 line, uint4& piece) const;
 
 private:
-    __device__ char* place(u32 owner, u32 from, u64 line) const;
+    __device__ char* address(u32 owner, u32 from, u64 line) const;
 
     Collective& collective_;
     const u32 peer_;

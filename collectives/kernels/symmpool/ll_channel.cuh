@@ -7,7 +7,8 @@
 namespace symmpool {
 
 // Vectors of 16 bytes that show by themselves that they have arrived: half of what travels is flags. Each thread sends and
-// receives for itself. The inbox of a rank has `vectors` of each rank; a call passes WORLD times as many to `Collective`.
+// receives for itself. The inbox of a rank has `vectors` vectors of each rank. You must pass WORLD times as many to
+// `Collective`, as `ll_vectors`.
 class LlChannel {
 public:
     // How many vectors of each rank an inbox has room for.
@@ -18,11 +19,11 @@ public:
     // Sends a vector; you must send each once a call at most. A vector for which there is no room is not sent.
     __device__ void send(u64 at, uint4 vector) const;
 
-    // Waits for a vector of the peer; false if it does not arrive in time: the thread must return.
+    // Waits for a vector of the peer, within the communicator's timeout. False if it does not arrive: the thread must return.
     __device__ bool receive(u64 at, uint4& vector) const;
 
 private:
-    __device__ char* place(u32 owner, u32 from, u64 at) const;
+    __device__ char* address(u32 owner, u32 from, u64 at) const;
 
     Collective& collective_;
     const u32 peer_;

@@ -11,7 +11,7 @@ namespace symmpool {
 // object that signals for a peer and number, nor more than one that waits. All threads of a block must call each function.
 class MemoryChannel {
 public:
-    static constexpr u32 NUMBERS = FLAG_KINDS - 1;  // from 0 to before this
+    static constexpr u32 NUMBERS = FLAG_KINDS - 1;  // numbers of channels are below this
 
     __device__ MemoryChannel(Collective& collective, u32 peer, u32 number = 0);
 
@@ -24,7 +24,7 @@ public:
     __device__ void put_with_signal(void* window, const void* from, u64 bytes);
 
     // Waits for the next signal of the peer: what its block did before is visible then. All threads get the same answer:
-    // false if it takes too long, which the host reports with the rank.
+    // false if none comes within the communicator's timeout, which the host reports with the rank.
     __device__ bool wait();
 
 private:

@@ -1,6 +1,6 @@
 //! Reductions of elements, with the same bits as those of the host kernels.
 //!
-//! Elements are widened, accumulated in rank order, finalized (an average is divided) and narrowed
+//! Elements are widened, accumulated in rank order, finished (an average is divided) and narrowed
 //! once. Every operation rounds by itself: nothing is fused, flushed to zero or approximated,
 //! whatever the compiler's options are. Only the sign and payload of a NaN may differ from the host's.
 
@@ -24,7 +24,7 @@ namespace symmpool {
 // The reduction of elements of type `D` by operation `O`, the codes DTYPE and OP of a call.
 template <int D, int O>
 struct Reduce : ReduceLanes<D, O> {
-    // The sums of two vectors' elements.
+    // Reduces two vectors element by element, `a` first. An average divides by 2.
     static __device__ uint4 plus(uint4 a, uint4 b);
 
     // Reduces the vectors of all ranks, in rank order on every rank (rule S7).

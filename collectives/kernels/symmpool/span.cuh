@@ -7,7 +7,7 @@
 
 namespace symmpool {
 
-// A range of memory in vectors, of which the last may be partial.
+// A range of memory in vectors of 16 bytes, of which the last may be partial. `begin` may have any alignment.
 template <typename Byte>
 struct Span {
     Byte* begin;
@@ -19,6 +19,8 @@ struct Span {
 
     __device__ __forceinline__ u64 vectors() const { return (bytes + 15) / 16; }
 
+    // Loads vector `at`, which must be below `vectors()`: nothing checks that. Bytes of it behind the range are zero, and are
+    // not read. Called by a thread for itself.
     __device__ __forceinline__ uint4 load(u64 at) const {
         u64 from = 16 * at;
         if (aligned && from + 16 <= bytes) {
@@ -27,6 +29,7 @@ struct Span {
         return load_partial(begin + from, static_cast<u32>(bytes - from < 16 ? bytes - from : 16));
     }
 
+    // Stores vector `at`, which must be below `vectors()`: nothing checks that. Bytes of it behind the range are not written.
     __device__ __forceinline__ void store(u64 at, uint4 vector) const {
         u64 from = 16 * at;
         if (aligned && from + 16 <= bytes) {

@@ -97,8 +97,8 @@ struct Session {
 
     __device__ __forceinline__ u32 parity() const { return epoch & 1; }
 
-    // Called once by all threads of every block. The last block of the grid that has read the state writes
-    // the next one, with the Lamport inbox's members as they are here; no block waits for that.
+    // Called once by all threads of every block. The last block of the grid that comes here writes the state for the next
+    // call, with `lamport_turn` and `lamport_used` as they are in this session. No block waits for that.
     __device__ __forceinline__ void advance() const {
         __syncthreads();
         if (threadIdx.x != blockDim.x - 1) {
@@ -141,7 +141,7 @@ __device__ __noinline__ bool has_departed(const Comm& comm, u32 peer, u32 epoch)
 }
 
 // A rank that fails in a call marks its handshake and its row of the traffic matrix as failed at all peers. Its memory may
-// be used for something else from then on, so a peer that comes late must not go by them. A peer that has found them
+// be used for something else from then on, so a peer that comes late must not rely on them. A peer that has read them
 // already goes on until it misses something.
 //
 // The second half of each LL word then holds a reason and a flag. The reason is the rank that was waited for, the ranks of
@@ -235,8 +235,8 @@ __device__ __noinline__ void write_async_error(const Session& session, u32 kind,
     at->calls = at->calls + 1;
 }
 
-// Leaves a call that finds that this rank has failed, when the record is complete or the host knows why. A failure outside
-// of calls has not marked this call's handshake as failed.
+// Marks this call's handshake as failed on a rank that has failed before, once the record is complete or the host knows why:
+// a failure outside of calls has not done that.
 __device__ __noinline__ void leave_failed_call(const Comm& comm, u32 epoch) {
     const bool on_host = *static_cast<volatile u32*>(&comm.local()->failed) == FAILED_ON_HOST;
     if (on_host || static_cast<volatile FaultRecord*>(comm.fault)->phase >= CHANNEL) {
@@ -277,8 +277,8 @@ struct Watch {
     u64 since = 0;
     u32 looks = 0;
 
-    // Called after every look that found nothing. Whether to stop: the timeout is over, the peer has
-    // failed, or the call has failed elsewhere on this rank.
+    // Whether to stop waiting: the timeout is over, the peer has failed, or the call has failed in another block of this rank.
+    // Called after every poll that found nothing.
     __device__ __forceinline__ bool expired(const Session& session, u32 peer, u32 phase) {
         if (!is_time_for_clock(++looks)) {
             return false;

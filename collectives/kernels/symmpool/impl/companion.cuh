@@ -11,13 +11,14 @@
 
 namespace symmpool {
 
-// Called by one thread, after its block has compared the descriptions of all peers.
+// Tells the companion kernel that all ranks have entered. Called by one thread, after its block has compared the descriptions
+// of all peers.
 __device__ __forceinline__ void notify_companion(const Comm& comm) {
     u64* reported = &comm.local()->handshakes_reported;
     store_release(reported, *reported + 1);
 }
 
-// Called by all threads of a block, which get the same answer: false if the call has failed.
+// Waits for that. Called by all threads of a block, which get the same answer: false if the call has failed.
 __device__ __forceinline__ bool await_notification(const Comm& comm) {
     bool failed = false;
     if (threadIdx.x == 0) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ bool await_notification(const Comm& comm) {
     return !__syncthreads_or(failed);
 }
 
-// Called by all threads of every block after its wait. The last block makes the next wait one for the next call.
+// Ends the wait: the last block makes the next wait one for the next call. Called by all threads of every block after its wait.
 __device__ __forceinline__ void consume_notification(const Comm& comm) {
     LocalState* local = comm.local();
     if (threadIdx.x == 0 && atomicAdd(&local->companion_blocks, 1) == gridDim.x - 1) {

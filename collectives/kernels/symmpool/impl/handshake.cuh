@@ -29,7 +29,7 @@ __device__ __forceinline__ void ll_store_vector(char* to, uint4 vector, u32 flag
     store_relaxed(to + 16, make_uint4(vector.z, flag, vector.w, flag));
 }
 
-// Whether the vector has arrived.
+// Loads a vector that `ll_store_vector` has stored. Returns whether both of its words have arrived.
 __device__ __forceinline__ bool ll_load_vector(const char* from, u32 flag, uint4& vector) {
     const uint4 low = load_relaxed(from), high = load_relaxed(from + 16);
     vector = make_uint4(low.x, low.z, high.x, high.z);
@@ -52,8 +52,8 @@ __device__ __forceinline__ bool ll_await(const Session& session, u32 peer, const
 
 // --- sending and comparing descriptions
 
-// Called by `threads` threads, of which `thread` is this one's number. With RELEASE, what this rank's stream
-// did before is visible to a peer that acquires the words.
+// Sends this rank's description to all peers. Called by `threads` threads, of which `thread` is this one's number. With RELEASE,
+// what this rank's stream did before is visible to a peer that acquires the words.
 template <bool RELEASE>
 __device__ __forceinline__ void send_handshake(const Session& session, const CallParams& call, u32 thread,
                                                u32 threads) {

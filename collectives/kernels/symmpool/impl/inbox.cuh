@@ -76,7 +76,7 @@ __device__ __forceinline__ bool await_all(const Session& session, const Inbox& i
     return true;
 }
 
-// Waits for one vector of each peer for which `sends(rank)` is true, as `await_all`. This rank's own place holds anything.
+// Waits for one vector of each peer for which `sends(rank)` is true, as `await_all`. `vectors` holds anything at this rank.
 template <typename Sends>
 __device__ __forceinline__ bool await_some(const Session& session, const Inbox& inbox, u64 at,
                                            u64 each, uint4 (&vectors)[WORLD], Sends sends) {

@@ -23,7 +23,8 @@ struct LamportInbox {
     uint4* stale;
     u32 stale_used;
 
-    // For `count` vectors from all ranks together. The session's members are then those of the next call.
+    // For `count` vectors from all ranks together. Sets `lamport_turn` and `lamport_used` of the session to those of the next
+    // call: `Session::advance` writes them.
     __device__ __forceinline__ LamportInbox(Session& session, u64 count) {
         const Comm& comm = session.comm;
         u64 part = comm.lamport_bytes / 3;
@@ -37,7 +38,8 @@ struct LamportInbox {
 
     __device__ __forceinline__ UsedBytes used() const { return UsedBytes(); }
 
-    // Empties the part that the call before used, for the call after this one. Called by so many threads of this device.
+    // Empties the part that the call before used, for the call after this one. Called by `threads` threads of this device, of
+    // which `thread` is this one's number.
     __device__ __forceinline__ void reset_stale(u32 thread, u32 threads) const {
         for (u32 at = thread; at < stale_used; at += threads) {
             store_plain(stale + at, make_uint4(EMPTY, EMPTY, EMPTY, EMPTY));

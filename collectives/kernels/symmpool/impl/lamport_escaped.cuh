@@ -148,8 +148,8 @@ private:
     }
 };
 
-// Expires escape marks of old calls behind those of so many vectors of each peer. Called by all threads of the leader
-// block. Marks expire in pairs, which an item has.
+// Expires escape marks of old calls behind those of the first `used` vectors of each peer. Called by all threads of the leader
+// block. Marks expire in pairs, as two of them belong to an item.
 __device__ __noinline__ void expire_escape_marks(const Session& session, u64 used) {
     const u64 most = EscapedSlot::length(session.comm), used_items = (used + ITEM - 1) / ITEM * ITEM;
     for (u32 peer = 0; peer < WORLD; ++peer) {

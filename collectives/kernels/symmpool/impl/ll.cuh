@@ -12,7 +12,7 @@ struct LlInbox {
     u32 epoch;
     u64 vectors;
 
-    // For `count` vectors from all ranks together.
+    // An inbox for `count` vectors from all ranks together.
     __device__ __forceinline__ LlInbox(Session& session, u64 count)
         : offset(session.comm.ll + session.parity() * (session.comm.ll_bytes / 2)),
           epoch(session.epoch), vectors(count) {}

@@ -40,14 +40,14 @@ __device__ __forceinline__ Ll128Channel::Ll128Channel(Collective& collective, u3
 __device__ __forceinline__ void Ll128Channel::send(u64 line, uint4 piece) const {
     if (line < lines_ && lines_ <= room(collective_.comm)) {
         const uint4 vector = with_flags(piece, line_thread(), collective_.session().epoch);
-        store_line(place(peer_, collective_.comm.rank, line), vector);
+        store_line(address(peer_, collective_.comm.rank, line), vector);
     }
 }
 
 __device__ __forceinline__ bool Ll128Channel::receive(u64 line, uint4& piece) const {
     const Session& session = collective_.session();
     const bool fits = lines_ <= room(collective_.comm), awaited = line < lines_;
-    const char* from = place(collective_.comm.rank, peer_, line);
+    const char* from = address(collective_.comm.rank, peer_, line);
     Watch watch;
     bool missing = true;
     while (missing) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool Ll128Channel::receive(u64 line, uint4& piece) co
     return true;
 }
 
-__device__ __forceinline__ char* Ll128Channel::place(u32 owner, u32 from, u64 line) const {
+__device__ __forceinline__ char* Ll128Channel::address(u32 owner, u32 from, u64 line) const {
     const Comm& comm = collective_.comm;
     const u64 half = collective_.session().parity() * (comm.ll128_bytes / 2);
     return comm.of(owner) + comm.ll128 + half + LINE_BYTES * (from * lines_ + line) + 16 * line_thread();

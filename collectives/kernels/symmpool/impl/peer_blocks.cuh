@@ -68,7 +68,7 @@ __device__ __forceinline__ void raise_flags_behind_barrier(const Session& sessio
     }
 }
 
-// Raises them after all that these threads have stored so far. Called by all of them.
+// Raises this block's flags on every peer, after all that these threads have stored so far. Called by all of them.
 template <typename Threads = WholeBlock>
 __device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks peer_blocks, u32 kind, u32 count,
                                             Threads threads = {}) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void raise_flags(const Session& session, PeerBlocks p
     raise_flags_behind_barrier(session, peer_blocks, kind, count, threads);
 }
 
-// Raises flags on all peers by one thread, after what it has stored itself and a fence of its own: one for all flags.
+// Raises flags on all peers. Called by one thread, which must have made a fence behind its stores: one fence for all flags.
 __device__ __forceinline__ void raise_flags_after_fence(const Session& session, PeerBlocks peer_blocks, u32 kind,
                                                         u32 count) {
 #pragma unroll 1

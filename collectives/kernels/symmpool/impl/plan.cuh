@@ -1,9 +1,9 @@
 //! Parts of which kernels of plans are made: `plan/cuda.rs` writes a kernel for each rank's program of a plan.
 //! Defines: WORLD, DTYPE, OP, THREADS.
 //!
-//! Peer blocks divide every chunk into slices of equal place, and each runs the whole program on its slices: operations
-//! are element by element, so slices do not depend on each other. A thread has the same vectors of every slice, so what
-//! one operation writes the next one finds without a barrier. Slices that are long go through the program in stages.
+//! Peer blocks divide every chunk alike into slices, one for each block, and each runs the whole program on its slices:
+//! operations are element by element, so slices do not depend on each other. A thread has the same vectors of every slice, so
+//! what one operation writes the next one finds without a barrier. Slices that are long go through the program in stages.
 //!
 //! The program is in levels, and in turn `t` a block runs level `l` of stage `(t - l) / interval`. A wait at level `l` is
 //! for a signal at a lower level of the same stage, which is in an earlier turn. So all waits are for earlier turns, and
@@ -256,12 +256,6 @@ __device__ __noinline__ void reduce_slices_out_of_line(ReducedSlices<N> from, u6
 
 // --- the LL protocol
 
-// Sends a vector to its place in an LL inbox, where it takes two words.
-__device__ __forceinline__ void send_ll(char* inbox, u64 at, u32 epoch, uint4 vector) {
-    char* to = inbox + 32 * at;
-    store_relaxed(to, make_uint4(vector.x, epoch, vector.y, epoch));
-    store_relaxed(to + 16, make_uint4(vector.z, epoch, vector.w, epoch));
-}
 
 // Where a vector comes from in the LL protocol: this rank's memory, or what a peer sends to its inbox.
 struct LlSource {
@@ -273,7 +267,7 @@ struct LlSource {
     __device__ __forceinline__ bool has(u64 at) const { return 16 * at < bytes; }
 };
 
-// Loads vector `at` of each source that has so many, when those that peers send have arrived. False if one does not.
+// Loads vector `at` of each source that is long enough, when those that peers send have arrived. False if one does not.
 template <u32 N>
 __device__ __forceinline__ bool collect_ll(const Session& session, const LlSource (&from)[N], u64 at,
                                            uint4 (&vectors)[N]) {
@@ -310,7 +304,7 @@ __device__ __forceinline__ bool collect_ll(const Session& session, const LlSourc
 struct Slice {
     u64 from;   // bytes from the beginning of a chunk
     u64 bytes;  // at most: chunks may end before
-    u64 place;  // bytes from the beginning of scratch to the slice of its first chunk, in this stage's slot
+    u64 scratch_offset;  // bytes from the beginning of scratch to the slice of its first chunk, in this stage's slot
 };
 
 // One call of a program. FLAGS is the number of flags that a rank raises on one peer at most, and one more that says which
@@ -343,26 +337,26 @@ struct PlanRun {
         return rotated < WORLD ? rotated : rotated - WORLD;
     }
 
-    // Bytes that the slice has of a chunk at this place of its part.
-    __device__ __forceinline__ u64 bytes(const Slice& slice, u32 place) const {
-        const u64 from = place * work.chunk, left = from < work.part ? work.part - from : 0;
+    // Bytes that the slice has of chunk `index` of a part.
+    __device__ __forceinline__ u64 bytes(const Slice& slice, u32 index) const {
+        const u64 from = index * work.chunk, left = from < work.part ? work.part - from : 0;
         const u64 chunk = left < work.chunk ? left : work.chunk;
         const u64 rest = slice.from < chunk ? chunk - slice.from : 0;
         return rest < slice.bytes ? rest : slice.bytes;
     }
 
-    __device__ __forceinline__ u64 offset(const Slice& slice, u32 part, u32 place) const {
-        return part * work.part + place * work.chunk + slice.from;
+    __device__ __forceinline__ u64 offset(const Slice& slice, u32 part, u32 index) const {
+        return part * work.part + index * work.chunk + slice.from;
     }
-    __device__ __forceinline__ const char* input(const Slice& slice, u32 part, u32 place) const {
-        return call.input + offset(slice, part, place);
+    __device__ __forceinline__ const char* input(const Slice& slice, u32 part, u32 index) const {
+        return call.input + offset(slice, part, index);
     }
-    __device__ __forceinline__ char* output(const Slice& slice, u32 part, u32 place) const {
-        return call.output + offset(slice, part, place);
+    __device__ __forceinline__ char* output(const Slice& slice, u32 part, u32 index) const {
+        return call.output + offset(slice, part, index);
     }
     __device__ __forceinline__ char* scratch(const Slice& slice, u32 rank, u32 slot) const {
         const u64 half = session.parity() * (comm.plan_scratch_bytes / 2);
-        return comm.of(rank) + comm.plan_scratch + half + slice.place + 16 * (static_cast<u64>(slot) * count) * work.each;
+        return comm.of(rank) + comm.plan_scratch + half + slice.scratch_offset + 16 * (static_cast<u64>(slot) * count) * work.each;
     }
     __device__ __forceinline__ char* inbox(const Slice& slice, u32 rank, u32 slot) const {
         const u64 half = session.parity() * (comm.ll_bytes / 2);

@@ -22,8 +22,8 @@ __device__ __forceinline__ uint4 load_relaxed(const void* from) {
     return value;
 }
 
-// Loads a vector; stores that its writer made before a fence before it are visible behind this load. That takes less time
-// than a relaxed load and a fence, which would wait for this thread's own stores.
+// Loads a vector, and acquires: where it finds what another thread stored behind a fence, what that thread stored before the
+// fence is visible to this one. It takes less time than a relaxed load and a fence, which would wait for this thread's stores.
 __device__ __forceinline__ uint4 load_acquire_vector(const void* from) {
     uint4 value;
     asm volatile("ld.acquire.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -63,7 +63,7 @@ __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: 
 
 // --- time, and the kernels of a stream
 
-// Whether a wait that has looked so many times in vain looks at the clock too, which takes longer than a look.
+// Whether a wait that has polled `looks` times in vain also reads the clock, which takes longer than a poll.
 __device__ __forceinline__ bool is_time_for_clock(unsigned looks) { return (looks & 255) == 0; }
 
 // The device's clock, which all its SMs share.
@@ -93,8 +93,8 @@ __device__ __forceinline__ void begin_kernel(bool early) {
 
 // --- threads of a block
 
-// A barrier of some warps of a block, of so many threads in all, which get the same answer: whether a predicate of any is
-// true. `barrier` is 1 to 15; no other warps use that one.
+// A barrier of some warps of a block, which have `threads` threads in all. These get the same answer: whether a predicate of
+// any is true. `barrier` is 1 to 15, and must be no other warps' barrier.
 __device__ __forceinline__ bool barrier_of_warps(unsigned barrier, unsigned threads, bool predicate) {
     unsigned any;
     asm volatile("{\n"
@@ -125,7 +125,7 @@ __device__ __forceinline__ void make_mbarrier(unsigned long long* mbarrier) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Begins to load so many bytes into shared memory.
+// Begins to load `bytes` bytes into shared memory.
 __device__ __forceinline__ void bulk_load(void* shared, const void* from, unsigned bytes, unsigned long long* mbarrier) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                  :: "r"(shared_address(mbarrier)), "r"(bytes) : "memory");
@@ -146,7 +146,7 @@ __device__ __forceinline__ void await_mbarrier(unsigned long long* mbarrier, uns
                  :: "r"(shared_address(mbarrier)), "r"(nth & 1) : "memory");
 }
 
-// Begins to store so many bytes of shared memory, this device's or a peer's.
+// Begins to store `bytes` bytes of shared memory into global memory, this device's or a peer's.
 __device__ __forceinline__ void bulk_store(void* to, const void* shared, unsigned bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                  :: "l"(__cvta_generic_to_global(to)), "r"(shared_address(shared)), "r"(bytes) : "memory");

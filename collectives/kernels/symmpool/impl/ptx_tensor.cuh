@@ -1,10 +1,9 @@
 //! Instructions of devices of compute capability 9.0 that move tiles of matrices and multiply them, each as a function.
 //! With `ptx.cuh` this is the only file that has PTX; other devices compile it, and never run it.
 //!
-//! A tile in shared memory has rows of 128 bytes, whose 16-byte pieces are exchanged by the number of the row (the
-//! 128-byte swizzle of the CUDA driver's tensor maps), and begins at a multiple of 1024 bytes. A *barrier* is an
-//! mbarrier: threads arrive at it, copies report their bytes to it, and others wait for the end of its phases, whose
-//! parities alternate from 0 on.
+//! A tile in shared memory has rows of 128 bytes in the 128-byte swizzle of the CUDA driver's tensor maps: the 16-byte pieces of
+//! a row change places by its number. It begins at a multiple of 1024 bytes. A *barrier* in this file is an mbarrier: threads
+//! arrive at it, copies report their bytes to it, and others wait for the end of its phases, whose parities alternate from 0 on.
 //!
 //! The emulator has another file in the place of this one (`tests/emulator/ptx_tensor.cuh`).
 
@@ -32,9 +31,9 @@ constexpr unsigned MULTIPLIES_BF16 = 0;
 constexpr unsigned MULTIPLIES_F16 = 1;
 constexpr unsigned MULTIPLIES_E4M3 = 2;
 
-// Sums that a thread of a group of 128 has of a product of 64 rows and 256 columns, where w is its warp and l its lane: with
-// j below 32 and h below 2, those at 4 * j + 2 * h and behind it are of row 16 * w + 8 * h + l / 4 and of columns
-// 8 * j + 2 * (l % 4) and the next.
+// Sums that a thread of a warpgroup (four warps, 128 threads) has of a product of 64 rows and 256 columns. Let w be its warp and
+// l its lane. For each j below 32 and h below 2, the sum at 4 * j + 2 * h is that of row 16 * w + 8 * h + l / 4 and column
+// 8 * j + 2 * (l % 4), and the next one is that of the next column.
 constexpr unsigned SUMS = 128;
 
 // Sums that a thread has of a product of fewer columns: 8, 16, 32 or 64.
@@ -70,7 +69,7 @@ __device__ __forceinline__ void cluster_barrier() {
 
 // --- barriers in shared memory, of 16 bytes each
 
-// Makes a barrier whose phases end with so many arrivals, and all bytes that were expected.
+// Makes a barrier, each phase of which ends with `arrivals` arrivals and all bytes that were expected.
 __device__ __forceinline__ void make_barrier(SharedAt barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
 }
@@ -95,7 +94,7 @@ __device__ __forceinline__ void arrive_at_block(SharedAt barrier, unsigned block
                  :: "r"(barrier), "r"(block) : "memory");
 }
 
-// Arrives, and lets the phase end only when copies have reported so many bytes too.
+// Arrives, and lets the phase end only when copies have reported `bytes` bytes too.
 __device__ __forceinline__ void arrive_expecting(SharedAt barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
 }
@@ -135,13 +134,13 @@ __device__ __forceinline__ void store_tile(const TensorMap& map, SharedAt from, 
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Begins to load so many bytes; the caller has made the barrier expect them.
+// Begins to load `bytes` bytes. You must have made the barrier expect them (`arrive_expecting`).
 __device__ __forceinline__ void load_bytes(SharedAt to, const void* from, unsigned bytes, SharedAt barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  :: "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Begins to store so many bytes. It is one of the thread's bulk stores.
+// Begins to store `bytes` bytes. It is one of the thread's bulk stores.
 __device__ __forceinline__ void store_bytes(void* to, SharedAt from, unsigned bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                  :: "l"(__cvta_generic_to_global(to)), "r"(from), "r"(bytes) : "memory");
@@ -191,9 +190,9 @@ __device__ __forceinline__ void store_blocks(SharedAt row, uint4 value) {
                  :: "r"(row), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w) : "memory");
 }
 
-// --- products, by the four warps of a group of 128 threads
+// --- products (wgmma), by the four warps of a warpgroup
 
-// Comes before products whose sums threads have touched since the last ones.
+// Lets products see sums that threads have touched. All threads of the warpgroup must call it before such products.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Makes the products since the last call a batch.
@@ -231,7 +230,7 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(SharedAt at, boo
                  ";" \
                  : SYMMPOOL_ALL_SUMS : "l"(left), "l"(right))
 
-// Waits until all batches have ended: only behind this the sums may be read.
+// Waits until all batches have ended. You must not read the sums before.
 __device__ __forceinline__ void await_sums(float (&sums)[SUMS]) {
     asm volatile("wgmma.wait_group.sync.aligned 0;" : SYMMPOOL_ALL_SUMS :: "memory");
 }

@@ -4,8 +4,9 @@
 
 namespace symmpool {
 
-// Half as wide types are added as pairs: an f32 has more than twice their digits, so a sum that is rounded to an f32 first is
-// rounded to the same value.
+// `all` calls this for sums alone, and the fused kernels do. Elements of 16 bits are added by an instruction for pairs, which
+// rounds once. Its sums have the bits of those that go by way of an f32: that has more than twice the digits, so rounding to it
+// first changes nothing.
 template <int D, int O>
 __device__ __forceinline__ uint4 Reduce<D, O>::plus(uint4 a, uint4 b) {
     if constexpr (D == F16 || D == BF16) {

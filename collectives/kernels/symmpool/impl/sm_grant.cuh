@@ -20,9 +20,9 @@
 namespace symmpool {
 
 #if SHARES_SMS
-// The lowest bits of the lock's word are 0, or the tag of the member whose kernel is wide times the blocks of that kernel which
-// have not ended. Tags are primes, each larger than any number of blocks, so a product tells whose it is. Above lies a mark
-// for each member whose kernel is narrow.
+// A member is a communicator that shares the lock. The lowest bits of the lock's word are 0, or a product: the tag of the member
+// whose kernel is wide, times the blocks of that kernel which have not ended. Tags are primes, each larger than any number of
+// blocks, so the product tells whose it is. The bits above hold a mark for each member whose kernel is narrow.
 constexpr u32 NARROW_MARKS = 24;
 constexpr u64 WIDE_BLOCKS = (1ull << NARROW_MARKS) - 1;
 static_assert(sizeof(SmLock::ended_blocks) / 4 + NARROW_MARKS == 64, "each member has a mark");

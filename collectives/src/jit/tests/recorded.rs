@@ -1,7 +1,6 @@
-//! Needs of the variants of kernels on a device, in a file: `needs.txt`. The compilers are deterministic, so a kernel
-//! all of whose variants would be made from what they were made from when they were recorded needs what it needed
-//! then, and is not compiled again. Reviewers see in the file which registers and how
-//! much machine code a change costs.
+//! Needs of the variants of kernels on a device, in a file: `needs.txt`. The compilers are deterministic: a kernel whose
+//! code, macros and options are those of when it was recorded needs what it needed then, and is not compiled again.
+//! Comments take no part. Reviewers see in the file which registers and how much machine code a change costs.
 
 use std::fmt::Write as _;
 
@@ -12,8 +11,9 @@ pub(super) type Needs = BTreeMap<String, Option<Usage>>;
 
 const HEAD: &str = "\
 # What each variant of a kernel needs: registers of a thread, bytes of its stack, bytes of shared memory of a block, and bytes of
-# machine code (- where it was compiled before that was recorded); or PTX, which the driver compiles. Behind a kernel's name is the hash of all that its variants are made from: sources, macros,
-# options, and the versions of the compilers. SYMMPOOL_BLESS=1 make test-variants writes this file.
+# machine code (- where it was compiled before that was recorded); or PTX, which the driver compiles. Behind a kernel's name is
+# the hash of all that its variants are made from: sources without comments, macros, options, and the versions of the compilers.
+# SYMMPOOL_BLESS=1 make test-variants writes this file.
 ";
 
 /// A kernel's hash, and what its variants need, by the kernel's name.

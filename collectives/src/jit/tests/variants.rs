@@ -7,7 +7,7 @@
 //! [`super::device_api`] compiles the public headers for each architecture with each compiler.
 //!
 //! Needs of a kernel's variants are recorded ([`super::recorded`]). A kernel is compiled if anything that it is made
-//! from is another than when it was recorded, and so is one of the others in each run, another one each time. With
+//! from, but for comments, is another than when it was recorded. So is one of the others in each run, another one each time. With
 //! `SYMMPOOL_VARIANTS=all` every kernel is, whatever was recorded and kept of earlier runs.
 
 use std::cmp::Reverse;
@@ -69,12 +69,46 @@ impl VariantJob {
         format!("{major}.{minor} by {}.{}: {}", version.0, version.1, self.variant())
     }
 
-    /// The key of all that its image depends on.
-    fn key(&self, jits: &[Jit]) -> String {
+    /// The macros and other options that it is compiled with.
+    fn options(&self, jits: &[Jit]) -> Vec<String> {
         let (variant, jit) = (self.variant(), &jits[self.compiler]);
         let compilation = jit.compilation(&variant, arch(self.arch.0, self.arch.1));
-        format!("{:?}", compilation.expect("a device that it makes code for").key())
+        compilation.expect("a device that it makes code for").options
     }
+}
+
+/// The lines of a source without comments and the space around them, which change no machine code.
+fn code_of(source: &str) -> String {
+    let mut code = String::new();
+    for line in source.lines() {
+        let mut end = line.len();
+        // Whether a text in quotes is open: what looks like a comment in it is none.
+        let mut is_text = false;
+        for (at, c) in line.char_indices() {
+            match c {
+                '"' if !line[..at].ends_with('\\') => is_text = !is_text,
+                '/' if !is_text && line[at..].starts_with("//") => {
+                    end = at;
+                    break;
+                }
+                _ => {}
+            }
+        }
+        let rest = line[..end].trim();
+        if !rest.is_empty() {
+            code.push_str(rest);
+            code.push('\n');
+        }
+    }
+    code
+}
+
+#[test]
+fn comments_are_no_code() {
+    let source = "//! A kernel.\n\n#include <a.cuh>  // here\n    asm(\"// %0;\" : \"=r\"(x));\n    // End.\n}\n";
+    assert_eq!(code_of(source), "#include <a.cuh>\nasm(\"// %0;\" : \"=r\"(x));\n}\n");
+    assert_eq!(code_of("a(\"\\\"\");  // b"), "a(\"\\\"\");\n");
+    assert_ne!(code_of("a; b;"), code_of("a;\nb;"));
 }
 
 fn version(jit: &Jit) -> (u32, u32) {
@@ -140,12 +174,22 @@ fn print(jits: &[Jit], done: &[Done<'_>]) {
     }
 }
 
-/// The hash of all that a kernel's variants are made from.
+/// The hash of all that a kernel's variants are made from. All jobs are of one kernel.
 fn hash_of(jits: &[Jit], jobs: &[&VariantJob]) -> String {
     let mut hasher = blake3::Hasher::new();
+    let mut add = |part: &str| {
+        hasher.update(&(part.len() as u64).to_le_bytes());
+        hasher.update(part.as_bytes());
+    };
+    let source = jobs.first().map_or("", |job| job.kernel.source);
+    add(&code_of(source));
+    for (name, text) in headers_of(source) {
+        add(name);
+        add(&code_of(text));
+    }
     for job in jobs {
-        hasher.update(job.describe(jits).as_bytes());
-        hasher.update(job.key(jits).as_bytes());
+        add(&job.describe(jits));
+        job.options(jits).iter().for_each(|option| add(option));
     }
     hasher.finalize().to_hex().to_string()
 }

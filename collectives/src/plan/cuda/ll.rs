@@ -126,7 +126,11 @@ impl Writer<'_> {
             match self.slot(*cell) {
                 Some(ScratchSlot::Ll(slot, _)) => {
                     let inbox = self.inbox(cell.rank, slot);
-                    line!(self, "                send_ll({inbox}, at, session.epoch, all[{nth}]);");
+                    let to = format!("{inbox} + 32 * at");
+                    line!(
+                        self,
+                        "                ll_store_vector({to}, all[{nth}], session.epoch);"
+                    );
                 }
                 _ => {
                     let to = self.address(*cell);
