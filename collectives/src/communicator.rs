@@ -153,14 +153,14 @@ pub struct Communicator {
     registry: registry::Registry,
     /// Changed by a call that makes it grow.
     memory: Mutex<CommunicatorMemory>,
-    /// Whether a device had no room, which nobody has asked for yet.
+    /// Whether a device had no room for more memory, until [`Communicator::take_shortage`] returns it.
     shortage: AtomicBool,
     /// How the ranks are linked.
     mesh: TopologyKind,
     /// One-sided operations in host memory, which do not wait for a call under way. On a device they are the
     /// engine's.
     one_sided: Option<HostOneSided>,
-    /// Memory from which communicators of some of the ranks are made.
+    /// Memory from which this rank makes communicators of some of the ranks.
     subgroup_memory: Option<Arc<SubgroupMemory>>,
 }
 
@@ -296,11 +296,11 @@ impl Communicator {
     }
 
     /// Moves the end of the last call behind what `stream` was given so far: the next call waits for that too, on
-    /// whatever stream it is. To be called behind copies out of memory that peers write in the next call, or other work
-    /// that belongs to a call and follows its kernel, once that stream waits for all of it. Costs next to nothing where all
-    /// calls are on one stream, and can be captured.
+    /// whatever stream it is. You must call this behind copies out of memory that peers write in the next call, and behind
+    /// other work that belongs to a call and follows its kernel, once that stream waits for all of it. Costs next to nothing
+    /// where all calls are on one stream, and can be captured.
     ///
-    /// Waits for peers may be part of what the stream was given only if they end without the next call of this communicator.
+    /// The stream must not wait for a peer that in turn waits for the next call of this communicator: neither would end.
     ///
     /// # Errors
     ///
@@ -309,9 +309,9 @@ impl Communicator {
         self.lock().engine.extend_order(stream)
     }
 
-    /// To be called before a stream that had calls is destroyed: the communicator does not touch it any more unless
-    /// a call names it again. What was put on it keeps its place in the order of calls. Ranks need not do so
-    /// alike. The pool's lanes remember streams too: see [`Pool::forget_stream`].
+    /// Forgets a stream: the communicator does not touch it any more unless a call names it again. You must call this
+    /// before you destroy a stream that had calls. What was put on the stream keeps its place in the order of calls. Ranks
+    /// need not forget the same streams. The pool's lanes remember streams too: see [`Pool::forget_stream`].
     ///
     /// # Errors
     ///

@@ -35,7 +35,7 @@ pub struct RankProcess {
 pub struct JoinedGroup {
     /// The group of all ranks of the job.
     pub group: Group,
-    /// To be dropped after the group, because other ranks may still need it.
+    /// The server of the store. You must drop it after the group, because other ranks may still need it.
     pub server: Option<TcpServer>,
 }
 

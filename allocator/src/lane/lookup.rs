@@ -1,4 +1,4 @@
-//! Finding a block by the offset at which it begins, and which blocks may be freed that way.
+//! Lookups of blocks by the offset at which they begin, and which blocks may be freed that way.
 //!
 //! A block belongs to whoever holds its key. Only a block whose owner has allowed it may be freed by its
 //! address: the owner of any other block still uses it.

@@ -39,7 +39,7 @@ impl LaneState {
         }
     }
 
-    /// Records what still uses a block that is freed. To be called before anything changes.
+    /// Records what still uses a block that is freed. You must call this before anything changes.
     #[inline]
     pub(super) fn end_uses(&mut self, key: BlockKey, backing: &mut dyn Backing) -> Result<()> {
         let block = self.table.get(key.id);

@@ -71,14 +71,15 @@ impl<T: Pod> Block<T> {
         self.address() as *mut T
     }
 
-    /// A pointer to `rank`'s copy of the first element; `rank` counts in the pool's group, and is on this host. It can be dereferenced once the memory is a window:
+    /// A pointer to `rank`'s copy of the first element. `rank` counts in the pool's group, and is on this host: else
+    /// [`Error::is_invalid_argument`](crate::Error::is_invalid_argument). It can be dereferenced once the memory is a window:
     /// see [`Pool::is_window`](crate::Pool::is_window).
     pub fn peer_ptr(&self, rank: u32) -> Result<*mut T> {
         let heap = self.lane.heap();
         Ok(heap.layout().peer(heap.slot_of(rank)?, self.address())? as *mut T)
     }
 
-    /// Whether the CPU may access so many elements of it.
+    /// Checks that the CPU may access the first `count` elements.
     pub(super) fn check_access(&self, count: usize) -> Result<()> {
         let driver = self.lane.heap().driver();
         if !driver.host_accessible() {

@@ -371,7 +371,7 @@ fn judge(outcomes: &[Option<RankOutcome>], log: &[String]) -> std::result::Resul
     Ok(())
 }
 
-/// Runs all worlds of so many ranks with at most so many faults. Returns how many there are, or what is wrong in one.
+/// Runs all worlds of `size` ranks with at most `faults` faults. Returns how many there are, or what is wrong in one.
 fn search(
     size: u32,
     faults: usize,

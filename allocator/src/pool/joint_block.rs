@@ -27,8 +27,8 @@ pub struct JointBlock {
     pub align: u64,
     /// Purpose of the block: a number that all ranks have alike, as in [`Pool::commit_together`].
     pub subject: u64,
-    /// Whether a stream is captured on this rank or may be on others. Then no device is waited for. Where ranks give the block
-    /// up, what memory they have for it returns only with the next commit.
+    /// Whether a stream is captured on this rank or may be on others. Then no rank waits for its device. Where ranks give the
+    /// block up, the memory that they have for it returns only with the next commit.
     pub captures: bool,
 }
 

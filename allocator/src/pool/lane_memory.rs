@@ -35,8 +35,8 @@ pub(crate) struct LaneMemory {
     base: u64,
     /// Whether pages of segments come with their first accesses, where the driver can.
     lazily: bool,
-    /// Whether far more memory is made than will be used: nobody asks whether there is so much. Set for the time of one
-    /// allocation.
+    /// Whether far more memory is made than will be used: then nothing checks that so much is available. Set for the time of
+    /// one allocation.
     pub(super) sparsely: bool,
     /// The allocations of segments in use, by segment counter.
     physical: BTreeMap<u64, Physical>,

@@ -147,7 +147,7 @@ impl Drop for Processes {
     }
 }
 
-/// To be called by ranks: ends this process when the one that started it ends.
+/// Ends this process when the one that started it ends. Ranks must call this.
 pub(crate) fn end_with_parent() {
     let _ = set_parent_process_death_signal(Some(Signal::TERM));
 }

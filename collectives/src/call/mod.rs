@@ -169,7 +169,7 @@ impl CallDescription {
         self
     }
 
-    /// Describes a registered algorithm by its hash. To be called last, and for counts below 2^48.
+    /// Describes a registered algorithm by its hash. You must call this last, and for counts below 2^48.
     #[inline]
     pub(crate) fn registered(self, hash: u64) -> Self {
         let mut call = self.algorithm_code(REGISTERED);
@@ -216,7 +216,7 @@ impl CallDescription {
         self.words[1] == 0
     }
 
-    /// Describes where the input lies, unless there are no elements. To be called after [`Self::elements`].
+    /// Describes where the input lies, unless there are no elements. You must call this after [`Self::elements`].
     #[inline]
     pub(crate) fn input(mut self, place: Place) -> Self {
         if let (Place::Window(offset), false) = (place, self.is_empty()) {
@@ -253,7 +253,7 @@ impl CallDescription {
         self.words[0] & IN_PLACE != 0
     }
 
-    /// Describes a dispatch to experts, or a combine: what the buffer is made for, and how rows lie. To be called before
+    /// Describes a dispatch to experts, or a combine: what the buffer is made for, and how rows lie. You must call this before
     /// [`Self::output`], which describes the buffer's memory.
     #[inline]
     pub(crate) fn experts(mut self, shape: &ExpertShape, mode: ExpertMode) -> Self {

@@ -116,10 +116,9 @@ impl Inner {
 }
 
 impl Communicator {
-    /// To be called instead of a call whose arguments the caller has found wrong: the other
-    /// ranks get an error at once instead of waiting, and all ranks have made as many calls. Returns what to report:
-    /// `why`, or why the communicator has failed. Does not wait for ranks that have not come to the call; the next
-    /// call does.
+    /// Declines a call. You must call this in place of a call whose arguments you have found wrong: the other ranks get an
+    /// error at once instead of waiting, and all ranks have made as many calls. Returns what to report: `why`, or why the
+    /// communicator has failed. Does not wait for ranks that have not come to the call; the next call does.
     #[cold]
     pub fn decline(&self, why: Error, stream: &Stream) -> Error {
         let mut pending = self.shared.pending();

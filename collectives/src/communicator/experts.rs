@@ -136,8 +136,8 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         Ok(RegionParts::new(&shape.checked(rank, world)?, world).bytes as usize)
     }
 
-    /// Has calls take handles whose rows lie by expert where they lie by rank here: for a buffer of what belongs to the
-    /// tokens of another buffer, such as their weights, that goes the way of that buffer's handles.
+    /// Lets calls by rank take handles whose rows lie by expert. It is for a second buffer of data that belongs to the tokens
+    /// of a first one, such as their weights, and that is sent by the first buffer's handles.
     #[must_use]
     pub fn with_any_layout(self) -> Self {
         Self { any_layout: true, ..self }
@@ -153,8 +153,8 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         Some(self.num_sms.load(Ordering::Relaxed)).filter(|count| *count > 0)
     }
 
-    /// Has kernels of later calls take at most so many SMs, or what is best. A captured call keeps what it was captured
-    /// with.
+    /// Limits kernels of later calls to `num_sms` SMs; `None` is what is best. A captured call keeps what it was captured with.
+    /// It exchanges nothing with other ranks, which may differ.
     ///
     /// # Errors
     ///
@@ -165,7 +165,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         Ok(())
     }
 
-    /// Whether kernels may be given so many SMs.
+    /// Checks that kernels can be limited to `num_sms` SMs. `rank` is for the error's text.
     ///
     /// # Errors
     ///
@@ -184,7 +184,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
         &self.comm
     }
 
-    /// Where things lie in a handle.
+    /// Where the parts of a handle lie, as offsets in bytes, and how many bytes it has.
     pub fn handle_parts(&self) -> HandleParts {
         HandleParts::new(&self.shape, self.comm.world())
     }

@@ -88,7 +88,7 @@ impl CallPlan {
         self.algorithm == other.algorithm && (!is_known || self == other)
     }
 
-    /// In words, on a device of so many SMs.
+    /// The plan in words, on a device of `sms` SMs.
     fn in_words(&self, sms: Option<u32>) -> String {
         let mut text =
             if self.algorithm.is_empty() { "a handshake" } else { &*self.algorithm }.to_owned();

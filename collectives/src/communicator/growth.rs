@@ -6,10 +6,11 @@
 //! is the area of this call and of all large ones to come (`cuda/engine/areas.rs`). Where a rank has no room on its device, all
 //! keep what they have, the call is made in more pieces, and it is tried again, after twice as many large calls each time.
 //!
-//! Ranks come to the call by two handshakes on the device, which compare it with what other ranks call, whatever that is. A call
-//! that is captured has none: the device may run graphs that were launched before, and comes to the call with the replay of its
-//! own. There ranks meet on the host, with the same description of the call. Whoever makes it outside of captures says so, and
-//! listens meanwhile: a first large call is captured on all ranks or on none.
+//! Ranks meet for the call by two handshakes on the device, which compare it with what other ranks call, whatever that is. A
+//! call that is captured has no handshakes then: the device may run graphs that were launched before, and the call itself runs
+//! when its own graph does. Ranks that capture it meet on the host instead, with the same description of the call. A rank that
+//! makes the call outside of captures tells them so, and listens for them: a first large call is captured on all ranks or on
+//! none.
 //!
 //! Whether a call is large must follow from what ranks have alike: its kind and its size.
 

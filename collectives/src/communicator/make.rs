@@ -95,9 +95,9 @@ impl Communicator {
         }
     }
 
-    /// To be called instead of making a communicator where the caller has found its own options wrong: the other
-    /// ranks get an error from the commit that makes theirs. Returns `why`, and does not wait for the other ranks: a
-    /// background thread does, in front of this rank's next commit.
+    /// Declines to make a communicator. You must call this in place of making one if you have found your own options wrong:
+    /// the other ranks then get an error from the commit that makes theirs. Returns `why`, and does not wait for the other
+    /// ranks: a background thread does, in front of this rank's next commit.
     #[cold]
     pub fn decline_new(pool: &Pool, why: Error) -> Error {
         if let Ok(lane) = pool.lane(CONTROL_LANE) {
@@ -178,8 +178,8 @@ impl Communicator {
         })
     }
 
-    /// Allocates and prepares a control block of so many bytes, commits it, and builds the engine on it, which is given the number
-    /// of that commit.
+    /// Allocates and prepares a control block of `bytes` bytes, commits it, and builds the engine on it, which is given the
+    /// number of that commit.
     pub(super) fn on_control_block(
         pool: &Pool,
         bytes: Result<u64>,

@@ -35,10 +35,10 @@ impl Communicator {
         }
     }
 
-    /// To be called where a fused matmul fails behind [`Self::begin_matmul`] on this rank: fails the communicator, so that
-    /// no later call of this rank is taken for what it has not done, and notifies the other ranks: their waits for steps of
-    /// this rank end in an error, and so do their next calls. Returns what to report: `why`, or why the communicator has failed
-    /// already.
+    /// Fails the communicator. You must call this where a fused matmul fails behind [`Self::begin_matmul`] on this rank:
+    /// otherwise a later call of this rank would be taken for what it has not done. The other ranks are notified: their
+    /// waits for steps of this rank end in an error, and so do their next calls. Returns what to report: `why`, or why the
+    /// communicator has failed already.
     #[cold]
     pub fn fail_matmul(&self, why: Error, stream: &Stream) -> Error {
         self.shared.lock().engine.fail_halfway(why, stream)

@@ -43,14 +43,15 @@ pub struct CommunicatorOptions {
     /// communicator is a further one if any rank's process had another pool on its device when this one's pool was
     /// made, or if the pool has another communicator.
     pub device_memory_bytes: Option<u64>,
-    /// On a device: begins with 16 MiB of memory, and takes 389 MiB more before the first call that has use for them: of more
-    /// than 768 KiB of all ranks together (256 where integers or `f64` are reduced, or an algorithm is named), an all-to-all,
-    /// of experts, or by an algorithm that a program brings along. That call waits on the host until every rank has come to
-    /// it, and commits. So you must see to it that no rank waits there for what another rank does after its own first such
-    /// call. A captured first large call takes the memory as well: it waits on the host, up to the timeout, until every rank
-    /// captures that call. So all ranks must capture it, or none. No rank takes memory where one of their devices has no room:
-    /// it is tried again after 2, 4, 8, ... such calls. No effect where anything else says how much memory there is (`device_memory_bytes`, an
-    /// inbox, scratch, the environment). Default false. The same on every rank.
+    /// On a device: whether the communicator begins with 16 MiB of memory, and takes 389 MiB more before its first large call.
+    /// Large is a call of more than 768 KiB of all ranks together (256 KiB where integers or `f64` are reduced, or the call
+    /// names an algorithm), and every all-to-all, call of experts, and call by an algorithm that a program brings along. The
+    /// first one waits on the host until every rank has come to it, and commits. So no rank may wait there for what another
+    /// rank does after its own first large call: you must see to that. A captured first large call takes the memory as well:
+    /// it waits on the host, up to the timeout, until every rank captures that call. So all ranks must capture it, or none.
+    /// Where one of their devices has no room, no rank takes memory, and it is tried again after 2, 4, 8, ... such calls. No
+    /// effect where anything else says how much memory there is (`device_memory_bytes`, an inbox, scratch, the environment).
+    /// Default false. The same on every rank.
     pub device_memory_grows: bool,
     /// On a device: bytes of each of the three parts of an inbox, which holds what ranks send each
     /// other in one call of up to some MiB: usually twice the bytes of an all-reduce. A multiple
@@ -64,11 +65,13 @@ pub struct CommunicatorOptions {
     /// A kernel stays resident on the device while it waits for a peer. If it occupies the whole device, another
     /// communicator's kernel cannot start, and ranks that began with different communicators wait for each other
     /// until the timeout. So kernels have the SMs by turns: one of them has most, and those that begin meanwhile divide two
-    /// elevenths, which makes large calls a little slower. 1 says that no other communicator has calls. `None`, the default: as many as there are streams that communicators of this
-    /// process have their calls on there, and one more for each communicator that has made no call yet, has
-    /// changed its stream, or has calls in graphs, as its next call may be on any stream. If that is one, it uses
-    /// the whole device, unless [`share_sms`](crate::share_sms) was called. A graph keeps the budget that its
-    /// calls were captured with: make all communicators before capturing, or set this. Ranks may differ.
+    /// elevenths, which makes large calls a little slower. 1 says that no other communicator has calls.
+    ///
+    /// `None`, the default, counts: the streams that communicators of this process have their calls on there, and one for
+    /// each communicator that has made no call yet, has changed its stream, or has calls in graphs, as its next call may be
+    /// on any stream. If that is one, the communicator uses the whole device, unless [`share_sms`](crate::share_sms) was
+    /// called. A graph keeps the budget that its calls were captured with: make all communicators before you capture, or set
+    /// this. Ranks may differ.
     pub concurrent: Option<u32>,
     /// On a device: the most SMs that a kernel of a call takes, 2 or more. What communicators on one device leave each
     /// other (`concurrent`) still holds. `None`, the default: all of them, or, in calls that `beside_compute` is about,

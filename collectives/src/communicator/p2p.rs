@@ -119,9 +119,10 @@ impl Communicator {
         }
     }
 
-    /// To be called instead of a [`Self::send`] whose arguments the caller has found wrong: `peer`'s receive gets an
-    /// error at once instead of waiting, and both ranks have made as many messages. Returns what to report:
-    /// `why`, or why the communicator has failed. Does not wait for the peer; if that is no other rank, does nothing.
+    /// Declines a message. You must call this in place of a [`Self::send`] whose arguments you have found wrong: `peer`'s
+    /// receive gets an error at once instead of waiting, and both ranks have made as many messages. Returns what to
+    /// report: `why`, or why the communicator has failed. Does not wait for the peer; if that is no other rank, does
+    /// nothing.
     #[cold]
     pub fn decline_send(&self, why: Error, peer: u32, stream: &Stream) -> Error {
         self.decline_message(why, Direction::Send, peer, stream)

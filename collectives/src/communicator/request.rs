@@ -257,7 +257,7 @@ impl<'a> Request<'a> {
         self
     }
 
-    /// Elements of a part, among so many ranks.
+    /// Elements of a part, among `world` ranks.
     #[inline]
     fn count(&self, world: u32) -> usize {
         let (Some(input), Some(output)) = (self.input.length(), self.output.length()) else {

@@ -105,7 +105,7 @@ pub(crate) struct CudaEngine {
     pub(super) default_exchange: &'static Exchange,
     kernels: Kernels,
     failure: Arc<Failure>,
-    /// There once a buffer for experts was made.
+    /// Words for the counts of dispatches to experts, once a buffer for experts was made.
     pub(super) recv_counts: Option<RecvCounts>,
     /// The timeout of kernels that are launched from now on.
     pub(crate) timeout: Arc<Timeout>,
@@ -218,7 +218,7 @@ impl CudaEngine {
         parts.of(total)
     }
 
-    /// Kernels that are launched from now on take no more SMs than that.
+    /// Limits the SMs of kernels that are launched from now on; `None` lifts the limit.
     pub(crate) fn set_sm_budget(&mut self, most: Option<u32>) {
         self.kernels.set_sm_budget(most);
     }

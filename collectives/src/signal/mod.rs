@@ -126,7 +126,7 @@ impl<A: Atomics> SignalSlot<A> {
         self.word.store(word, weakened("mutant_relaxed_signal", Ordering::Release));
     }
 
-    /// Says on which core the signaller runs, if it is to be known. To be called before it signals.
+    /// Says on which core the signaller runs, if it is to be known. You must call this before it signals.
     #[inline]
     pub(crate) fn set_core(&self, core: Option<u32>) {
         self.core.store(core.map_or(0, |core| core.wrapping_add(1)), Ordering::Relaxed);

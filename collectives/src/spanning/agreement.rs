@@ -57,7 +57,7 @@ impl SpanningEngine {
         }
     }
 
-    /// Has the leader send the host's message without data. To be called where no data goes with it, behind [`Self::enter`].
+    /// Has the leader send the host's message without data. You must call this where no data goes with it, behind [`Self::enter`].
     pub(super) fn announce(&mut self) -> Result<()> {
         match self.agreement.open {
             Some(call) if self.leads() => {

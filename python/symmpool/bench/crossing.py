@@ -16,7 +16,7 @@ _sent: dict[int, int] = {}
 
 
 def watch() -> None:
-    """Counts what this process sends from now on. To be called before communicators are made."""
+    """Counts what this process sends from now on. You must call this before communicators are made."""
     import torch.distributed as dist
 
     from symmpool.communicators import outer

@@ -204,9 +204,10 @@ class CommunicatorEntry:
             raise
 
     def extend_order(self) -> None:
-        """Moves the end of the last call behind what the current stream was given so far. To be called behind
-        whatever belongs to a call and follows its kernel, such as copies out of memory that the next call
-        overwrites: that call, on whatever stream, comes after it."""
+        """Moves the end of the last call behind what the current stream was given so far.
+
+        You must call this behind whatever belongs to a call and follows its kernel, such as copies out of
+        memory that the next call overwrites: that call, on whatever stream, comes after it."""
         if self.device >= 0:
             self.comm.extend_order()
 

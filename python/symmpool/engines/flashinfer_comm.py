@@ -298,7 +298,7 @@ _before: dict[str, Any] = {}
 
 def install() -> None:
     """Puts this module's functions in place of FlashInfer's, also where modules have imported them
-    already. To be called before workspaces are made. Raises UnsupportedError where `flashinfer.comm`
+    already. You must call this before workspaces are made. Raises UnsupportedError where `flashinfer.comm`
     cannot be imported or lacks them: engines look for it before they fuse."""
     if _before:
         return

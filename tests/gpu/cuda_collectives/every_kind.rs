@@ -37,7 +37,7 @@ impl CallKind<'_> {
         (self.make)(comm, stream)
     }
 
-    /// To be called before the first call of a communicator, when no rank makes calls of another one.
+    /// You must call this before the first call of a communicator, when no rank makes calls of another one.
     pub(crate) fn reset(&self, pool: &Pool) -> Result<()> {
         upload(pool, self.zeros.0, &vec![0; self.zeros.1])
     }

@@ -1,4 +1,5 @@
-//! The words of the sources: how short comments begin, what SAFETY comments say, and names that are not used.
+//! The words of the sources: how short comments begin, what SAFETY comments say, how orders are written, and names that are
+//! not used.
 
 use std::path::{Path, PathBuf};
 
@@ -26,6 +27,9 @@ const NO_PROOFS: [&str; 9] = [
 
 /// First parts of names for "max" and "min". They are written in two halves, so that this file does not contain them.
 const FORMER: [&str; 2] = [concat!("MO", "ST"), concat!("LEA", "ST")];
+
+/// Words that hide an order as a fact. They are written in two halves, so that this file does not contain them.
+const HIDDEN_ORDER: &str = concat!("To be", " called");
 
 /// The quotes of a docstring.
 const QUOTES: &str = "\"\"\"";
@@ -155,6 +159,12 @@ fn former_names(text: &str) -> Findings {
     found
 }
 
+/// Orders that are not written as orders.
+fn hidden_orders(text: &str) -> Findings {
+    let lines = (1..).zip(text.lines()).filter(|(_, line)| line.contains(HIDDEN_ORDER));
+    lines.map(|(number, line)| format!("{number}: {}", line.trim())).collect()
+}
+
 #[test]
 fn comments_begin_with_their_noun_and_proofs_are_proofs() {
     let mut all = Vec::new();
@@ -163,12 +173,17 @@ fn comments_begin_with_their_noun_and_proofs_are_proofs() {
     }
     assert!(all.len() > 500, "too few files found: {}", all.len());
     all.sort();
-    let mut found: [Findings; 3] = Default::default();
+    let mut found: [Findings; 4] = Default::default();
     for path in &all {
         let (file, text) = (name(path), read(path));
         let is_hash =
             path.extension().is_some_and(|end| end == "py" || end == "pyi" || end == "sh");
-        let each = [fragments(&text, is_hash), no_proofs(&text), former_names(&text)];
+        let each = [
+            fragments(&text, is_hash),
+            no_proofs(&text),
+            former_names(&text),
+            hidden_orders(&text),
+        ];
         for (all, more) in found.iter_mut().zip(each) {
             all.extend(more.into_iter().map(|finding| format!("{file}:{finding}")));
         }
@@ -176,7 +191,8 @@ fn comments_begin_with_their_noun_and_proofs_are_proofs() {
     let what = [
         "comments that do not begin with their noun, or with a function's verb",
         "proofs that do not say what holds, and who upholds it",
-        "constants to be called MAX_ or MIN_",
+        "constants whose names must begin with MAX_ or MIN_",
+        "orders that must begin with \"You must call this\"",
     ];
     for (found, what) in found.iter().zip(what) {
         assert!(found.is_empty(), "{what}: {found:#?}");
@@ -193,6 +209,8 @@ fn fragments_and_empty_proofs_are_found() {
     let proofs =
         "// @: as above.\n// @: the caller's promise.\n// @: the block lives.\n// @: refused.\n";
     assert_eq!(no_proofs(&proofs.replace('@', "SAFETY")).len(), 3);
+    let order = format!("/// Ends it.\n/// {HIDDEN_ORDER} last.\n");
+    assert_eq!(hidden_orders(&order), [format!("2: /// {HIDDEN_ORDER} last.")]);
     let [most, least] = FORMER;
     let names = format!("const {most}_A: u8 = B; const AT_{most}: u8 = 1; {least} // {most}");
     assert_eq!(former_names(&names), [format!("1: {most}_A"), format!("1: {least}")]);

@@ -21,7 +21,7 @@ pub(in crate::cuda) const LL_BYTES: u64 = 128 << 10;
 pub(in crate::cuda) static ROW: Exchange =
     Exchange { id: LL, ll: Use::Always, ..Exchange::DIRECTLY };
 
-/// Whether a call of so many bytes a part goes in the LL protocol, among so many ranks.
+/// Whether a call with parts of `bytes` bytes goes in the LL protocol, among `world` ranks.
 pub(in crate::cuda) fn serves(by: &Exchange, bytes: u64, world: u32) -> bool {
     let sent = bytes.saturating_mul(u64::from(world) - 1);
     let wanted = match by.ll {

@@ -28,7 +28,7 @@ pub(in crate::cuda) struct AllReduce {
     pub(in crate::cuda) pays_off: fn(&AllReduceShape, &ControlLayout) -> bool,
     /// Most bytes of a launch.
     pub(in crate::cuda) most_bytes: fn(&AllReduceShape, &ControlLayout) -> u64,
-    /// Its kernel on so many ranks, for launches of at most so many bytes.
+    /// Its kernel, by the number of ranks, the element type and operation, and the most bytes of a launch.
     pub(in crate::cuda) kernel: fn(u32, ReducedType, u64) -> KernelSpec,
     /// Launches it. You must keep the promises of [`AllReduceCall`].
     pub(in crate::cuda) launch: unsafe fn(&mut dyn KernelLauncher, &AllReduceCall) -> Result<()>,
@@ -90,7 +90,7 @@ impl AllReduceCall<'_> {
         engine.kernel((self.entry.kernel)(engine.world(), (work.dtype, work.op), work.bytes))
     }
 
-    /// Launches a kernel whose blocks need no blocks of peers: so many threads in blocks of `size`.
+    /// Launches a kernel whose blocks need no blocks of peers: `threads` threads in all, in blocks of `size`.
     ///
     /// # Safety
     ///

@@ -20,11 +20,11 @@ use crate::jit::sources::{
 };
 use crate::{AllReduceAlgorithm as Name, DType, ReduceOp};
 
-/// Launches through inboxes of at least so many bytes lose little, too: 16 MiB in two launches of 8 MiB take 52 us
-/// instead of 50.
+/// Bytes of a launch through inboxes from which on a call in several launches loses little: 16 MiB in two launches of 8 MiB
+/// take 52 us instead of 50.
 const INBOX_LAUNCH_BYTES: u64 = 8 << 20;
-/// Shorter launches through inboxes are as fast as any other way where a call takes no more than so many: 4 MiB in
-/// four launches of 1 MiB take 22 us there, as long as by loads from peers, which only windows have.
+/// The most shorter launches through inboxes with which a call is as fast as any other way: 4 MiB in four launches of 1 MiB
+/// take 22 us, as long as by loads from peers, which only windows have.
 const INBOX_LAUNCHES: u64 = 4;
 
 /// All-reduce in two shots through inboxes; reduce-scatter, all-gather and broadcast, which are one of the shots.
@@ -195,7 +195,7 @@ impl KernelSpec {
         }
     }
 
-    /// Whether a launch of so many bytes has two blocks of an SM, and an inbox without a slot for the rank itself.
+    /// Whether a launch of `bytes` bytes has two blocks of an SM, and an inbox without a slot for the rank itself.
     fn is_compact(world: u32, dtype: DType, lamport: bool, bytes: u64) -> bool {
         let wide = matches!(dtype, DType::F32 | DType::F16 | DType::Bf16);
         bytes > MANY_BYTES && lamport && wide && world <= 4

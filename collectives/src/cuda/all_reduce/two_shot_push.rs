@@ -14,8 +14,8 @@ use crate::cuda::layout::control::MAX_STAGE_BLOCKS;
 use crate::jit::kernel_beside;
 use crate::jit::sources::{F32, KernelSource, OTHERS, SOME_DTYPES, SUM, WIDE, WORLDS_OF_2_AND_8};
 
-/// Launches of `two_shot_push` of at least so many bytes lose little where a call takes several: 1.4% of 128 MiB, as
-/// 256 MiB in one launch take 746 us on two H100s, and two of 128 MiB 755 us (`h100x2_tune.json`).
+/// Bytes of a launch of `two_shot_push` from which on a call in several launches loses little. With 128 MiB it is 1.4%: 256 MiB
+/// in one launch take 746 us on two H100s, and in two 755 us (`h100x2_tune.json`).
 const PUSH_LAUNCH_BYTES: u64 = 128 << 20;
 /// Most peer blocks of `two_shot_push`. All get the same length: with 84, 64 MiB on windows take two H200s 197 us alone and 201
 /// beside a communicator that rests, with 96 they take 196 and 204 us.

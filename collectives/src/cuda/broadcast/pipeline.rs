@@ -18,8 +18,8 @@ use crate::jit::sources::{KernelSource, NARROW, ODD, WORLD};
 /// Threads of a block. Two of these blocks run on an SM, so that one stores while the other waits for its stores to arrive
 /// before it raises a flag.
 const PIPELINE_THREADS: u32 = 256;
-/// Broadcasts of so many bytes or more go in stages where there are more than two ranks. On four H200s, stages take 78
-/// us for 16 MiB, 219 for 64 and 794 for 256; two steps take 77, 292 and 1,135. Shorter ones go faster in two steps.
+/// Bytes from which on broadcasts go in stages where there are more than two ranks. On four H200s, stages take 78 us for
+/// 16 MiB, 219 for 64 and 794 for 256; two steps take 77, 292 and 1,135. Shorter ones go faster in two steps.
 const PIPELINE_BYTES: u64 = 16 << 20;
 /// Most peer blocks of it, and the least bytes that scratch must have for each of them: two of the shortest stages.
 const MAX_PIPELINE_BLOCKS: u64 = 256;
@@ -32,7 +32,7 @@ pub(in crate::cuda) const KERNEL: KernelSource<'static> =
 pub(in crate::cuda) static ROW: Exchange =
     Exchange { id: PIPELINE, pipeline: Use::Always, ..Exchange::DIRECTLY };
 
-/// Whether a broadcast of so many bytes goes in stages, among so many ranks.
+/// Whether a broadcast of `bytes` bytes goes in stages, among `world` ranks.
 pub(in crate::cuda) fn serves(by: &Exchange, bytes: u64, world: u32) -> bool {
     match by.pipeline {
         Use::Never => false,

@@ -160,7 +160,7 @@ impl Api {
         }
     }
 
-    /// Makes so many bytes of device memory. The device's context must be current. [`Self::free`] gives them back.
+    /// Makes `bytes` bytes of device memory. The device's context must be current. [`Self::free`] gives them back.
     pub(in crate::cuda) fn memory(&self, bytes: usize) -> Result<u64> {
         let mut address = 0;
         // SAFETY: writes one address through a valid pointer.
@@ -182,7 +182,7 @@ impl Api {
         }
     }
 
-    /// Makes so many bytes of pinned host memory, zeros, which the device writes and reads at the same address. The
+    /// Makes `bytes` bytes of pinned host memory, all zero, which the device writes and reads at the same address. The
     /// device's context must be current. [`Self::free_pinned`] gives them back.
     pub(in crate::cuda) fn pinned(&self, bytes: usize) -> Result<NonNull<c_void>> {
         // Visible to every context of the process; mapped into the device's addresses.

@@ -21,13 +21,14 @@ unsafe impl Send for Words {}
 unsafe impl Sync for Words {}
 
 impl Words {
-    /// Makes so many words, which are zero. The device's context must be current.
+    /// Makes `count` words, which are zero. The device's context must be current.
     pub(in crate::cuda) fn new(api: &Api, count: usize) -> Result<Self> {
         Ok(Self { begin: api.pinned(4 * count)?.cast(), count })
     }
 
     pub(in crate::cuda) fn all(&self) -> &[AtomicU32] {
-        // SAFETY: so many words, which live until `free`, whose caller promised that nothing uses `self` behind it; whoever writes them does so as an atomic would.
+        // SAFETY: `new` made `count` words at `begin`. They live until `free`, whose caller promised that nothing uses `self`
+        // afterwards. The device writes each whole, as an atomic store would.
         unsafe { std::slice::from_raw_parts(self.begin.as_ptr(), self.count) }
     }
 

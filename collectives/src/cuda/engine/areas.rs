@@ -164,7 +164,7 @@ impl CudaEngine {
         self.areas.largest().lamport_vectors()
     }
 
-    /// Whether a call in which every rank sends so many bytes to each has use for the large area: a small inbox, of Lamport's
+    /// Whether a call in which every rank sends `bytes` bytes to each has use for the large area: a small inbox, of Lamport's
     /// protocol or else of LL, has no room for those of all ranks.
     pub(crate) fn is_large(&self, bytes: u64, by_lamport: bool) -> bool {
         exceeds_inbox(&self.areas.small, self.world(), bytes, by_lamport)
@@ -184,7 +184,8 @@ impl CudaEngine {
         !std::mem::replace(&mut self.areas.has_asked, true) && is_time
     }
 
-    /// To be called when the first kernel of a call was put on a stream: one that all ranks have made counts.
+    /// Counts the call under way, if it is a large one. You must call this when its first kernel was put on a stream, and not
+    /// before: only calls that all ranks have made count.
     #[inline]
     pub(super) fn count_large_call(&mut self) {
         if std::mem::take(&mut self.areas.is_counted)
@@ -202,7 +203,8 @@ impl CudaEngine {
         }
     }
 
-    /// Whether this is the first such call: to be made where ranks meet for a growth, and this one has failed before.
+    /// Whether this is called for the first time. You must call it where ranks meet for a growth and this one has failed
+    /// before: such a rank tells the others once.
     pub(crate) fn is_first_failed_meeting(&mut self) -> bool {
         !std::mem::replace(&mut self.areas.has_reported_failure, true)
     }
@@ -334,8 +336,8 @@ pub(super) fn initial_data(control: &ControlLayout) -> [(u64, u32, u64); 4] {
     ]
 }
 
-/// Whether an inbox of a layout, of a Lamport protocol or of LL, has no room for so many bytes of every rank. All-to-alls and
-/// what is made of them have an inbox as large as Lamport's.
+/// Whether an inbox of a layout, of a Lamport protocol or of LL, has no room for `bytes` bytes of every rank. The inbox of
+/// all-to-alls, and of collectives that are made of them, is as large as Lamport's.
 fn exceeds_inbox(control: &ControlLayout, world: u32, bytes: u64, lamport: bool) -> bool {
     bytes.saturating_mul(world.into()) > 16 * control.inbox_vectors(lamport)
 }

@@ -98,7 +98,7 @@ impl CudaEngine {
         CallParams { description: *description.words(), ..*params }
     }
 
-    /// Counts a kernel that opens with a handshake. To be called when it was put on a stream.
+    /// Counts a kernel that opens with a handshake. You must call this when it was put on a stream.
     #[inline]
     pub(super) fn note_handshake(&mut self) {
         self.count_large_call();
@@ -147,7 +147,8 @@ impl CudaEngine {
         done.map_err(|why| self.decline_message(why, direction, peer, stream))
     }
 
-    /// To be called instead of a message that this rank cannot make: its other end fails too. Returns what to report.
+    /// Declines a message. You must call this in place of a message that this rank cannot make: its other end fails too.
+    /// Returns what to report.
     #[cold]
     pub(crate) fn decline_message(
         &mut self,
@@ -162,8 +163,8 @@ impl CudaEngine {
         self.report_or_fail(Declined::Message(direction, peer), why, stream)
     }
 
-    /// To be called where work that belongs to a call of all ranks failed behind its handshake: fails the communicator, and
-    /// notifies the other ranks. Returns what to report.
+    /// Fails the communicator, and notifies the other ranks. You must call this where work that belongs to a call of all ranks
+    /// failed behind its handshake. Returns what to report.
     #[cold]
     pub(crate) fn fail_halfway(&mut self, why: Error, stream: Stream) -> Error {
         if let Err(failed) = self.ready() {
@@ -224,7 +225,7 @@ impl CudaEngine {
         }
     }
 
-    /// Marks where this rank's earlier calls end on the stream. To be called in calls whose own work on the stream may wait
+    /// Marks where this rank's earlier calls end on the stream. You must call this in calls whose own work on the stream may wait
     /// for what fails on the host: this rank departs behind the mark, and not behind that.
     pub(in super::super) fn mark_earlier_calls(&mut self, stream: Stream) -> Result<()> {
         if self.is_capturing(stream) {

@@ -80,7 +80,7 @@ impl Failure {
         self.record.as_ptr() as u64
     }
 
-    /// To be called before kernels are launched with that timeout, in nanoseconds.
+    /// Notes the timeout of kernels, in nanoseconds. You must call this before you launch them.
     #[inline]
     pub(in crate::cuda) fn note_timeout(&self, nanoseconds: u64) {
         self.timeout.store(nanoseconds, Ordering::Relaxed);

@@ -33,7 +33,7 @@ impl CudaEngine {
         }
     }
 
-    /// Compiles kernels whose sources are no files of ours, so many at a time.
+    /// Compiles generated kernels, `threads` at a time.
     pub(in super::super) fn compile_generated(
         &self,
         kernels: &[(GeneratedKernel, GeneratedSource)],

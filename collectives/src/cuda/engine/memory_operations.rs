@@ -52,9 +52,9 @@ const SEEN: u32 = 2;
 /// Whether the process ends. Held while a thread looks at waits.
 static PROCESS_ENDS: Mutex<bool> = Mutex::new(false);
 
-/// Ends the threads that watch streams' waits for peers, in all communicators. To be called by a process that ends while
-/// it has communicators: the driver then takes away the pinned memory at which these threads look. Waits that come
-/// afterwards have no end of their own.
+/// Ends the threads that watch streams' waits for peers, in all communicators. A process that ends while it has communicators
+/// must call this: the driver then takes away the pinned memory that these threads read. Waits that come afterwards have no end
+/// of their own.
 pub fn end_watching() {
     *PROCESS_ENDS.lock().unwrap_or_else(PoisonError::into_inner) = true;
 }

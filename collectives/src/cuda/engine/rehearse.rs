@@ -45,7 +45,7 @@ impl CudaEngine {
         self.rehearsal.as_ref().is_some_and(|rehearsal| rehearsal.lifts.memory)
     }
 
-    /// Goes on as if the memory had grown, by so many bytes in this call.
+    /// Goes on as if the memory had grown, by `takes` bytes in this call.
     pub(crate) fn rehearse_growth(&mut self, takes: u64) {
         if let Some(rehearsal) = &mut self.rehearsal {
             rehearsal.has_grown = true;

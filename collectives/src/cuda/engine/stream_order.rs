@@ -211,8 +211,8 @@ impl StreamOrder {
         }
     }
 
-    /// To be called when a kernel of a call was put on `stream`. If other communicators' calls may be under way at
-    /// the same time, the next call must not wait for what comes behind this one on `stream`: on other ranks, that
+    /// Notes that a kernel of a call was put on `stream`. You must call this then. If other communicators' calls may be under
+    /// way at the same time, the next call must not wait for what comes behind this one on `stream`: on other ranks, that
     /// may wait for the next call.
     #[inline]
     pub(in crate::cuda) fn after_call(
@@ -265,7 +265,7 @@ impl StreamOrder {
         Ok(())
     }
 
-    /// To be called when an operation on a channel was put on `stream`: a wait on any channel may follow.
+    /// Notes that an operation on a channel was put on `stream`. You must call this then: a wait on any channel may follow.
     pub(in crate::cuda) fn after_operation(
         &mut self,
         events: &impl Events,
@@ -282,7 +282,8 @@ impl StreamOrder {
         Ok(())
     }
 
-    /// To be called before a wait for a peer is put on `stream`: the peer may wait for this communicator's next call.
+    /// Records the end of the last call, if need be. You must call this before you put a wait for a peer on `stream`: the peer
+    /// may wait for this communicator's next call.
     pub(in crate::cuda) fn before_wait(
         &mut self,
         events: &impl Events,
@@ -366,7 +367,7 @@ impl StreamOrder {
 /// too.
 #[derive(Debug, Default)]
 pub(in crate::cuda) struct CallEvents {
-    made: Vec<CudaHandle>,
+    numbered: Vec<CudaHandle>,
     /// The event of [`fork`](Self::fork). A stream waits for what it was last recorded behind, so one is enough.
     between: Option<CudaHandle>,
     /// The event of [`mark`](Self::mark).
@@ -383,10 +384,10 @@ impl CallEvents {
         stream: Stream,
     ) -> Result<()> {
         driver.with_context(|| {
-            while self.made.len() <= number {
-                self.made.push(api.event()?);
+            while self.numbered.len() <= number {
+                self.numbered.push(api.event()?);
             }
-            record(api, driver, self.made[number], stream, "recording an event within a call")
+            record(api, driver, self.numbered[number], stream, "recording an event within a call")
         })
     }
 
@@ -398,7 +399,7 @@ impl CallEvents {
         number: usize,
         stream: Stream,
     ) -> Result<()> {
-        let Some(&event) = self.made.get(number) else { return Ok(()) };
+        let Some(&event) = self.numbered.get(number) else { return Ok(()) };
         let what = "making a stream wait within a call";
         driver.with_context(|| wait(api, driver, event, stream, what))
     }
@@ -451,7 +452,7 @@ impl CallEvents {
 
     /// Destroys the events. The device's context must be current, and no call can follow.
     pub(in crate::cuda) fn end(&mut self, api: &Api) {
-        let all = self.made.drain(..).chain(self.between.take()).chain(self.mark.take());
+        let all = self.numbered.drain(..).chain(self.between.take()).chain(self.mark.take());
         all.for_each(|event| destroy(api, event));
     }
 }

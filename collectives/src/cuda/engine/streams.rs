@@ -49,13 +49,13 @@ impl CudaEngine {
         events(self.api, &self.pool).is_ok_and(|events| order.is_captured(&events))
     }
 
-    /// To be called when a call's last kernel so far was put on the stream.
+    /// Notes that a call's last kernel so far was put on the stream. You must call this then.
     pub(super) fn after_call(&mut self, kernel: LoadedKernel, stream: Stream) -> Result<()> {
         let concurrent = kernel.budget.concurrent;
         self.order.after_call(&events(self.api, &self.pool)?, stream, concurrent)
     }
 
-    /// To be called when an operation on one end of a channel was put on the stream.
+    /// Notes that an operation on one end of a channel was put on the stream. You must call this then.
     pub(in super::super) fn after_operation(
         &mut self,
         end: ChannelEnd,
@@ -80,7 +80,8 @@ impl CudaEngine {
         channels.retain(|end, _| end.set != set);
     }
 
-    /// To be called before a wait for a peer, outside calls, is put on the stream.
+    /// Records the end of the last call, if need be. You must call this before you put a wait for a peer, outside calls, on the
+    /// stream.
     pub(in super::super) fn before_wait(&mut self, stream: Stream) -> Result<()> {
         self.order.before_wait(&events(self.api, &self.pool)?, stream)
     }

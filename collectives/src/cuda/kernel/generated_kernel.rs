@@ -1,4 +1,4 @@
-//! Kernels whose sources are no files of ours: those of plans, and those that programs bring along.
+//! Generated kernels, whose sources are no files of this repository: those of plans, and those that programs bring along.
 
 use super::spec::KernelSpec;
 use crate::jit::sources::BARRIER;

@@ -29,7 +29,7 @@ pub(in crate::cuda) struct Kernels {
     world: u32,
     /// The kernels that calls have used already.
     known: BTreeMap<KernelSpec, LoadedKernel>,
-    known_made: BTreeMap<GeneratedKernel, LoadedKernel>,
+    known_generated: BTreeMap<GeneratedKernel, LoadedKernel>,
 }
 
 impl Kernels {
@@ -43,8 +43,8 @@ impl Kernels {
     ) -> Self {
         let (ordinal, sm_count) = (driver.facts().ordinal, modules.sm_count());
         let member = BudgetMember::new(ordinal, sm_count, world, options);
-        let (known, known_made) = (BTreeMap::new(), BTreeMap::new());
-        Self { api, modules, member, budget: SmBudget::ALL, world, known, known_made }
+        let (known, known_generated) = (BTreeMap::new(), BTreeMap::new());
+        Self { api, modules, member, budget: SmBudget::ALL, world, known, known_generated }
     }
 
     /// Whether there are other communicators on the device. Kernels of theirs that are still to come may have all of it.
@@ -159,17 +159,17 @@ impl Kernels {
         Some(loaded.with_budget(self.budget))
     }
 
-    /// [`Self::find`] for a kernel whose source is no file of ours.
+    /// [`Self::find`] for a generated kernel.
     pub(in crate::cuda) fn find_generated(&self, key: &GeneratedKernel) -> Option<LoadedKernel> {
         let found = |key: &GeneratedKernel| {
-            self.known_made.get(key).copied().or_else(|| self.modules.find_generated(key))
+            self.known_generated.get(key).copied().or_else(|| self.modules.find_generated(key))
         };
         let alone = found(&GeneratedKernel { shares_sms: false, ..*key })?;
         let loaded = if key.shares_sms { found(key)?.sharing(alone) } else { alone };
         Some(loaded.with_budget(self.budget))
     }
 
-    /// A kernel whose source is no file of ours, with its budget. It is asked for its source if need be.
+    /// A generated kernel, with its budget. `source` gives its source, if it is not compiled yet.
     pub(in crate::cuda) fn get_generated(
         &mut self,
         key: GeneratedKernel,
@@ -186,15 +186,15 @@ impl Kernels {
         key: GeneratedKernel,
         source: impl FnOnce() -> GeneratedSource,
     ) -> Result<LoadedKernel> {
-        if let Some(loaded) = self.known_made.get(&key) {
+        if let Some(loaded) = self.known_generated.get(&key) {
             return Ok(*loaded);
         }
         let loaded = self.modules.get_generated(key, source)?;
-        self.known_made.insert(key, loaded);
+        self.known_generated.insert(key, loaded);
         Ok(loaded)
     }
 
-    /// Compiles kernels whose sources are no files of ours, so many at a time, and loads none.
+    /// Compiles generated kernels, `threads` at a time, and loads none.
     pub(in crate::cuda) fn compile_generated(
         &self,
         kernels: &[(GeneratedKernel, GeneratedSource)],

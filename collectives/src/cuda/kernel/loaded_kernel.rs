@@ -61,12 +61,12 @@ impl LoadedKernel {
         self.budget.narrow_blocks.is_some_and(|narrow| blocks <= narrow)
     }
 
-    /// The function for a grid of so many blocks.
+    /// The function for a grid of `blocks` blocks.
     pub(super) fn function_for(&self, blocks: u32) -> CudaHandle {
         if self.is_small(blocks) { self.small } else { self.function }
     }
 
-    /// Most threads of a block in a grid of so many blocks.
+    /// Most threads of a block in a grid of `blocks` blocks.
     pub(super) fn threads_for(&self, blocks: u32) -> u32 {
         if self.is_small(blocks) { self.small_threads } else { self.threads }
     }
@@ -76,7 +76,7 @@ impl LoadedKernel {
         Self { budget, ..self }
     }
 
-    /// How many blocks of so many threads the device runs at once, as the driver says: it takes registers, shared
+    /// How many blocks of `threads` threads the device runs at once, as the driver says: it takes registers, shared
     /// memory, threads and the device's limit of 16 to 32 blocks an SM into account.
     pub(in crate::cuda) fn resident(&self, threads: u32) -> u32 {
         let at = SIZES.iter().position(|size| *size >= threads).unwrap_or(SIZES.len() - 1);

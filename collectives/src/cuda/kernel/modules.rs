@@ -41,8 +41,8 @@ pub(in crate::cuda) struct Modules {
     arch: Arch,
     sm_count: u32,
     loaded: Mutex<BTreeMap<KernelKey, (LoadedKernel, CudaHandle)>>,
-    /// Kernels whose sources are no files of ours.
-    made: Mutex<BTreeMap<GeneratedKernel, (LoadedKernel, CudaHandle)>>,
+    /// Generated kernels.
+    generated: Mutex<BTreeMap<GeneratedKernel, (LoadedKernel, CudaHandle)>>,
     /// The address of the [`SmLock`] of the process's communicators on the device.
     sm_lock: u64,
     /// Held while a kernel is loaded, which may take long. Kernels that are loaded already are found meanwhile.
@@ -58,7 +58,7 @@ fn jit(driver: &CudaDriver) -> &'static Jit {
     })
 }
 
-/// Compiles a kernel for so many ranks.
+/// Compiles a kernel for `world` ranks.
 fn compile_with(
     jit: &Jit,
     arch: Arch,
@@ -168,7 +168,7 @@ impl Modules {
             )?,
             sm_count: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
             loaded: Mutex::default(),
-            made: Mutex::default(),
+            generated: Mutex::default(),
             loading: Mutex::default(),
         })
     }
@@ -208,17 +208,17 @@ impl Modules {
         self.arch
     }
 
-    /// The kernel, for communicators of so many ranks, if it is loaded.
+    /// The kernel, for communicators of `world` ranks, if it is loaded.
     pub(in crate::cuda) fn find(&self, world: u32, spec: KernelSpec) -> Option<LoadedKernel> {
         lock(&self.loaded).get(&(world, spec)).map(|(kernel, _)| *kernel)
     }
 
-    /// [`Self::find`] for a kernel whose source is no file of ours.
+    /// [`Self::find`] for a generated kernel.
     pub(in crate::cuda) fn find_generated(&self, key: &GeneratedKernel) -> Option<LoadedKernel> {
-        lock(&self.made).get(key).map(|(kernel, _)| *kernel)
+        lock(&self.generated).get(key).map(|(kernel, _)| *kernel)
     }
 
-    /// The kernel, for communicators of so many ranks: compiled and loaded if it is not yet.
+    /// The kernel, for communicators of `world` ranks: compiled and loaded if it is not yet.
     pub(in crate::cuda) fn get(&self, world: u32, spec: KernelSpec) -> Result<LoadedKernel> {
         let find = || self.find(world, spec);
         if let Some(kernel) = find() {
@@ -291,7 +291,7 @@ impl Modules {
             let (image, variant) = self.compile_as(&kernel, key.world, &key.spec())?;
             self.load_image(&image, (kernel.entry, key.threads, 0), &variant)
         })?;
-        lock(&self.made).insert(key, made);
+        lock(&self.generated).insert(key, made);
         Ok(made.0)
     }
 
@@ -420,11 +420,11 @@ impl Drop for Modules {
     fn drop(&mut self) {
         let loaded = self.loaded.get_mut().unwrap_or_else(PoisonError::into_inner);
         let loaded = std::mem::take(loaded);
-        let made = self.made.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let made = std::mem::take(made);
+        let generated = self.generated.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let generated = std::mem::take(generated);
         let unloaded = cuda(&self.driver).and_then(|driver| {
             driver.with_context_unordered(|| {
-                let both = loaded.into_values().chain(made.into_values());
+                let both = loaded.into_values().chain(generated.into_values());
                 both.for_each(|(_, module)| self.unload(module));
                 // SAFETY: the memory is of `memory`, and no kernel runs any more that knows it.
                 unsafe { self.api.free(self.sm_lock) };

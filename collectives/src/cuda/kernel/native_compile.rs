@@ -42,7 +42,7 @@ impl NativeKernel {
                 "the native algorithm {name:?} of {dtype}, which no {collective} has"
             )));
         }
-        let (key, source) = (self.key(world, dtype, op), self.made());
+        let (key, source) = (self.key(world, dtype, op), self.generated());
         let image = compile_without_device(arch, (&key, &source)).map_err(|why| {
             if why.is_unsupported() { why } else { Error::invalid_argument(why.to_string()) }
         })?;
@@ -67,7 +67,7 @@ impl NativeKernel {
     }
 
     /// Source and macros for the compiler.
-    pub(in crate::cuda) fn made(&self) -> GeneratedSource {
+    pub(in crate::cuda) fn generated(&self) -> GeneratedSource {
         GeneratedSource {
             name: self.name.clone(),
             path: self.path.clone(),

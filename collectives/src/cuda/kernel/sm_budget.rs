@@ -29,11 +29,11 @@ type OnlyStream = Option<u64>;
 /// costs them 688 us. NCCL's takes 1.25 ms and costs them 362 us.
 const SMS_BESIDE_COMPUTE: u32 = 48;
 
-/// One of so many SMs of a device is left to kernels that have no budget.
+/// The divisor of a device's SMs for the part that is left to kernels without a budget.
 const LEFT: u32 = 16;
 
-/// Narrow grids of all communicators but one have so many elevenths of the SMs together: 24 of 132. A kernel that finds the lock
-/// taken is slow, and one that finds it free has most SMs.
+/// Elevenths of the SMs that the narrow grids of all communicators but one have together: 24 of 132 SMs. A kernel that finds the
+/// lock taken is slow, and one that finds it free has most SMs.
 const NARROW_ELEVENTHS: u32 = 2;
 /// Smallest grid: a leader block and a worker block.
 const SMALLEST: u32 = 2;
@@ -178,15 +178,15 @@ impl SmBudget {
         self.narrow_blocks.is_some()
     }
 
-    /// The budget of so many blocks, but at least two, where so many communicators may have calls under way at once.
+    /// The budget of `most_blocks` blocks, but at least two, where `concurrent` communicators may have calls under way at once.
     fn limited_to(most_blocks: u32, concurrent: u32) -> Self {
         let (most_blocks, concurrent) = (most_blocks.max(2), concurrent > 1);
         Self { most_blocks, early: false, concurrent, ..Self::ALL }
     }
 
-    /// The budget of one of so many communicators, all of which may have calls under way at once: all SMs but a sixteenth, by
-    /// turns. That is for kernels without a budget, as waits for signals, and for kernels of the program, which may stand in
-    /// front of a call of a communicator.
+    /// The budget of one of `communicators` communicators, all of which may have calls under way at once. By turns they have all
+    /// SMs but a sixteenth, which is left to kernels without a budget, such as waits for signals, and to kernels of the program,
+    /// which may stand in front of a call of a communicator.
     fn by_turns(communicators: u32, sm_count: u32) -> Self {
         Self::wide_or_narrow(sm_count - sm_count / LEFT, communicators, sm_count)
     }
@@ -202,8 +202,8 @@ impl SmBudget {
         Self::wide_or_narrow(free, communicators, sm_count)
     }
 
-    /// The budget of one of so many communicators that have so many SMs together. Each block may need an SM of its own. Besides
-    /// the wide grid of one communicator there is room for the narrow grids of all others.
+    /// The budget of one of `communicators` communicators that have `free` SMs together. Each block may need an SM of its own.
+    /// Besides the wide grid of one communicator there is room for the narrow grids of all others.
     fn wide_or_narrow(free: u32, communicators: u32, sm_count: u32) -> Self {
         let others = communicators.saturating_sub(1).max(1);
         let narrow = (NARROW_ELEVENTHS * sm_count / 11 / others).max(SMALLEST);
@@ -402,7 +402,7 @@ impl BudgetMember {
         changes || handle == Stream::PER_THREAD.raw() || is_captured()
     }
 
-    /// The budget where so many of the device's communicators may have calls under way at once.
+    /// The budget where `concurrent` of the device's communicators may have calls under way at once.
     fn part_among(&self, concurrent: u32, communicators: u32) -> SmBudget {
         let shares = self.device.share_sms.load(Ordering::Relaxed);
         let (concurrent, communicators) = match self.options.concurrent {

@@ -68,7 +68,7 @@ impl KernelSpec {
         Self { shares_sms: true, threads: self.sharing_threads.unwrap_or(self.threads), ..self }
     }
 
-    /// A handshake alone, which notifies a companion kernel or not.
+    /// A handshake alone. `notify_companion` says whether it notifies a companion kernel.
     pub(in crate::cuda) fn barrier(notify_companion: bool) -> Self {
         let mode = KernelMode::Barrier { notify_companion };
         Self { mode, ..Self::new(&BARRIER, BARRIER_THREADS) }

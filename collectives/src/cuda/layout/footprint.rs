@@ -90,9 +90,9 @@ impl Footprint {
         Ok(Self { scratch, ..parts })
     }
 
-    /// Of a communicator of `world` ranks whose memory may grow, before it does. Slots of messages do not grow, as messages may
-    /// be under way in them, so they have all that they have use for. The rest are inboxes of small calls, and what calls need
-    /// that cannot make it grow.
+    /// The footprint of a communicator of `world` ranks whose memory may grow, before it does. Slots of messages do not grow, as
+    /// messages may be under way in them, so they have all that they have use for. The rest are inboxes of small calls, and what
+    /// calls need that cannot make it grow.
     pub(crate) fn at_first(world: u32) -> Self {
         let parts = Self {
             ll: 512 << 10,

@@ -36,7 +36,7 @@ impl MemoryFlags {
         Self { begin }
     }
 
-    /// Bytes that they take for so many ranks.
+    /// Bytes that the flags take for `world` ranks.
     pub(in crate::cuda) const fn bytes(world: u32) -> u64 {
         8 * world as u64 * MEMORY_CHANNELS as u64
     }

@@ -28,7 +28,7 @@ const CHUNKS: u64 = 4;
 /// Least bytes of a chunk: sending a flag takes as long as so many bytes.
 const MIN_CHUNK_BYTES: u64 = 32 << 10;
 
-/// Stripes begin at multiples of so many bytes of the data, which are whole cache lines.
+/// Bytes of a line: stripes begin at multiples of it.
 const LINE: u64 = 128;
 
 /// Where the slots and counts of point-to-point operations lie in a control block.
@@ -89,7 +89,7 @@ impl P2pLayout {
         self.words + self.words_bytes
     }
 
-    /// How a message of so many bytes is divided, if the smallest device of the ranks has `sm_count` SMs.
+    /// How a message of `bytes` bytes is divided, if the smallest device of the ranks has `sm_count` SMs.
     /// The kernels of all peers and both directions occupy at most a third of them, and leave the others to
     /// collectives.
     pub(in crate::cuda) fn divide(&self, bytes: u64, sm_count: u32) -> Division {
@@ -108,7 +108,7 @@ impl P2pLayout {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct P2p {
     pub(in crate::cuda) layout: P2pLayout,
-    /// Processors of the smallest device of the ranks.
+    /// SMs of the smallest device of the ranks.
     pub(in crate::cuda) sm_count: u32,
     /// Whether collectives leave SMs free for the kernels of send and recv.
     pub(in crate::cuda) shares_sms: bool,

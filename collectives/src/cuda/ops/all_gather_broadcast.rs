@@ -21,10 +21,9 @@ use crate::cuda::kernel::mode::TwoShotCollective;
 use crate::cuda::kernel::reduction_call::ReductionCall;
 use crate::{DType, ReduceOp};
 
-/// Broadcasts of so many bytes or more take two steps where there are more than two ranks. The second step costs
-/// about 4 us.
+/// Bytes from which on broadcasts take two steps where there are more than two ranks. The second step costs about 4 us.
 const TWO_STEP_BYTES: u64 = 2 << 20;
-/// Shares of a broadcast in two steps begin at multiples of so many bytes, which links carry at once.
+/// Bytes that links carry at once: shares of a broadcast in two steps begin at multiples of them.
 const LINE: u64 = 128;
 
 impl CudaEngine {

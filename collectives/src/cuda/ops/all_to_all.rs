@@ -23,8 +23,8 @@ const INBOX_BYTES: u64 = 24 << 20;
 /// Bytes that it sends through inboxes at the beginning of longer parts: as much as the links carry while the
 /// rows of the traffic matrix are exchanged.
 const HEAD_BYTES: u64 = 2 << 20;
-/// All-gathers and broadcasts take so many launches through inboxes at most, where inboxes are smaller than that. A launch
-/// takes 2 us more than its data (`h100x2_collectives.json`); in this many, 2 MiB each go as fast as directly.
+/// The most launches through inboxes of an all-gather or a broadcast whose data fits no inbox at once. A launch takes 2 us more
+/// than its data (`h100x2_collectives.json`); in this many, 2 MiB each go as fast as directly.
 const MAX_LAUNCHES: u64 = 4;
 /// How many blocks keep all links busy.
 const MAX_BLOCKS: u32 = 132;
@@ -450,7 +450,7 @@ fn describe(by: &Exchange, dtype: DType, row: usize) -> CallDescription {
     CallDescription::new(OpType::AllToAllV).elements(dtype, row).algorithm(by.id)
 }
 
-/// The byte at which each part begins, for parts of so many elements that lie one behind the other.
+/// The byte at which each part begins, for parts of `counts` elements that lie one behind the other.
 fn begins(counts: &RankWords, size: u64) -> RankWords {
     let mut before = 0;
     counts.map(|count| {

@@ -216,7 +216,7 @@ impl CudaEngine {
         spec(&DISPATCH, dtype, ExpertsMode { by_expert, quantizes, only_low_latency }, threads)
     }
 
-    /// The kernel of a combine of so many tokens of this rank.
+    /// The kernel of a combine of `tokens` tokens of this rank.
     fn combine_spec(
         &self,
         shape: &ExpertShape,

@@ -54,7 +54,7 @@ impl CudaEngine {
         };
         self.note_algorithm(&native.name, None);
         let key = native.key(self.world(), dtype, op);
-        let kernel = match self.generated_kernel(key, || native.made()) {
+        let kernel = match self.generated_kernel(key, || native.generated()) {
             Ok(kernel) => kernel,
             // Errors of the compiler in a program's source are about an argument.
             Err(why) => {
@@ -126,7 +126,7 @@ impl CudaEngine {
         Ok(part)
     }
 
-    /// Whether input and output lie as they do in place, with parts of so many bytes.
+    /// Whether input and output lie as they do in place, with parts of `part` bytes.
     fn is_in_place(
         &self,
         collective: StandardCollective,

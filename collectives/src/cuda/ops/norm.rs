@@ -97,8 +97,8 @@ impl CudaEngine {
     }
 }
 
-/// Chooses an algorithm for `auto` and so many rows, where one launch has room for so many by one shot, and by two.
-/// Rows may be so long that only one shot has room for any.
+/// Chooses an algorithm for `auto` and `rows` rows. `one_shot` and `two_shot` are the rows that one launch has room for by each:
+/// rows may be so long that only one shot has room for any.
 fn chosen(rows: u64, world: u64, (one_shot, two_shot): (u64, u64)) -> FusedAlgorithm {
     let fits = rows <= one_shot && one_shot_is_faster(rows, world);
     if fits || two_shot == 0 { FusedAlgorithm::OneShot } else { FusedAlgorithm::TwoShot }
@@ -128,7 +128,7 @@ fn grid(kernel: &LoadedKernel, threads: u32, rows: usize) -> (u32, u32) {
     (rows.min(most as usize) as u32 + 1, threads)
 }
 
-/// An address so many bytes behind another, or 0 where there is none.
+/// The address `bytes` bytes behind another, or 0 where that is null.
 fn behind(at: *const u8, bytes: usize) -> u64 {
     if at.is_null() { 0 } else { at as u64 + bytes as u64 }
 }

@@ -18,7 +18,7 @@ pub(in crate::cuda) struct ReduceScatter {
     pub(super) needs: &'static str,
     /// Whether it is the fastest for a call that those before it in the order of choice are not for.
     pub(super) pays_off: fn(&ScatterShape) -> bool,
-    /// The kernel that calls which choose it by themselves need, on so many ranks.
+    /// The kernel of calls that name no algorithm and choose this one, by the number of ranks.
     pub(in crate::cuda) kernel: fn(u32, (DType, ReduceOp)) -> KernelSpec,
     /// Launches it. You must keep the promises of [`ReductionCall`].
     pub(in crate::cuda) launch: unsafe fn(&mut dyn KernelLauncher, &ReductionCall) -> Result<()>,

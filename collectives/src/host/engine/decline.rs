@@ -43,7 +43,7 @@ impl HostEngine {
         why
     }
 
-    /// Waits until the other ranks have reached the calls that this rank declined. To be called before any other call
+    /// Waits until the other ranks have reached the calls that this rank declined. You must call this before any other call
     /// writes anything.
     ///
     /// # Errors

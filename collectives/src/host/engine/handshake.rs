@@ -11,7 +11,8 @@ use crate::host::wait::fault::{Cause, WaitFailure, WaitFault};
 use crate::host::wait::waiter::{WaitWatchdog, Waiter, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
 
-/// A measured wait checks what may end it at each of so many looks, and pauses between them when it has made the square.
+/// Polls of a measured wait from one check of what may end it to the next. After the square of as many polls it sleeps between
+/// two.
 const LOOKS: u32 = 64;
 const LOOK_AGAIN: Duration = Duration::from_micros(50);
 
@@ -46,7 +47,7 @@ impl HostEngine {
         while let Some(first) = missing.first().copied() {
             let mut check = self.watchdog(first, 0, epoch);
             let mut looks = 0_u32;
-            // All are looked at by turns, as those that come meanwhile have times of their own.
+            // All peers are polled in turn, so that the time at which each one comes is known.
             let failure = loop {
                 missing.retain(|peer| {
                     let slot = self.control.handshake(self.layout.rank, parity, *peer);
@@ -163,7 +164,7 @@ impl HostEngine {
     }
 
     /// Fails if a peer has given up. Such a peer waited for this very call in vain; its signals are still there, but
-    /// it may use its memory for something else by now. To be called before a peer's memory is written.
+    /// it may use its memory for something else by now. You must call this before a peer's memory is written.
     #[inline]
     pub(crate) fn check_abort(&mut self) -> Result<()> {
         if let Some(failure) = self.control.reported_fault(&self.layout) {

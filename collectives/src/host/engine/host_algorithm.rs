@@ -17,7 +17,7 @@ pub(crate) struct HostAlgorithm {
     pub(crate) id: AlgorithmId,
     /// Why it cannot serve a call, if it cannot.
     pub(crate) fits: fn(&HostEngine, &CallShape) -> std::result::Result<(), String>,
-    /// Runs it. The caller promises what it does of the collective's method, for the resolved buffers.
+    /// Runs the algorithm. You must keep the promises of the collective's method, for the resolved buffers.
     pub(crate) run: unsafe fn(&mut HostEngine, &ResolvedCall) -> Result<()>,
 }
 

@@ -68,7 +68,7 @@ pub struct HostEngine {
     /// Shared with [`HostOneSided`](super::HostOneSided), which signals outside of calls.
     pub(in crate::host) failed: Arc<OnceLock<Error>>,
     pub(in crate::host) maker: ProcessId,
-    /// These are kept so that calls need not allocate.
+    /// Lists for the addresses that a reduction reads and writes. They are kept so that calls need not allocate.
     pub(crate) sources: Vec<*const u8>,
     pub(crate) outputs: Vec<*mut u8>,
     pub(crate) load_balance: LoadBalance,
@@ -200,8 +200,8 @@ impl HostEngine {
         }
     }
 
-    /// Goes on with a call if its arguments are valid, else declines it, which the other ranks are notified of.
-    /// After this the call may write to this rank's scratch and row.
+    /// Returns what `found` has if it is valid. Else declines the call, and the other ranks get an error too. After this the
+    /// call may write to this rank's scratch and row.
     #[inline]
     pub(crate) fn or_decline<T>(&mut self, found: Result<T>) -> Result<T> {
         match found {
@@ -214,7 +214,7 @@ impl HostEngine {
         }
     }
 
-    /// The bytes of `count` elements, the bytes of `count` elements for every rank, and where this rank's begin in
+    /// The bytes of a part of `count` elements, the bytes of the parts of all ranks, and where this rank's part begins in
     /// those. `None` stands for a number that is too large.
     #[inline]
     pub(crate) fn part_of_all(
@@ -302,14 +302,14 @@ impl HostEngine {
         self.control.scratch_bytes()
     }
 
-    /// Writes an entry of this rank's row for the next call. To be called before the handshake.
+    /// Writes an entry of this rank's row for the next call. You must call this before the handshake.
     #[inline]
     pub(crate) fn set_next_row(&self, index: u32, value: u64) {
         let row = self.control.row(self.layout.rank, self.parity(), index);
         row.store(value, std::sync::atomic::Ordering::Relaxed);
     }
 
-    /// Writes an entry of this rank's row for the current call. To be called after the handshake, for an entry that no
+    /// Writes an entry of this rank's row for the current call. You must call this after the handshake, for an entry that no
     /// peer reads before the next step.
     pub(crate) fn set_row(&self, index: u32, value: u64) {
         let row = self.control.row(self.layout.rank, self.parity() ^ 1, index);
@@ -323,7 +323,7 @@ impl HostEngine {
         row.load(std::sync::atomic::Ordering::Relaxed)
     }
 
-    /// An entry of `owner`'s row of the current call. To be called after the handshake.
+    /// An entry of `owner`'s row of the current call. You must call this after the handshake.
     #[inline]
     pub(crate) fn row(&self, owner: u32, index: u32) -> u64 {
         self.control.row(owner, self.parity() ^ 1, index).load(std::sync::atomic::Ordering::Relaxed)

@@ -29,9 +29,9 @@ pub struct HostEngineOptions {
     pub first_epoch: u64,
     /// Whether waits spin before they yield the core, which is worth it if every rank has a core of its own. Default:
     /// spin if the calling thread may use as many cores as there are ranks. Where ranks share cores, collectives spin
-    /// only for ranks that run on other cores, and a rank leaves a core that has two ranks more than another. For that the
-    /// affinity mask of its thread is set, and set back; a thread that had none has one then, of the cores that it could
-    /// use.
+    /// only for ranks that run on other cores, and a rank leaves a core that has two ranks more than another. To move, it
+    /// sets the affinity mask of the calling thread to the other core, and then back. A thread without a mask keeps one
+    /// of all cores that it could use.
     pub spin: Option<bool>,
     /// Called while a rank waits for a late peer, to find out whether its process still runs, so that the error names
     /// a lost rank long before the timeout. Default: processes are not checked.

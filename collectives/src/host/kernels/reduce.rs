@@ -25,7 +25,7 @@ const BLOCK: usize = 32;
 /// for is available.
 pub(crate) type ReduceFn = unsafe fn(&[*const u8], &[*mut u8], usize, usize);
 
-/// Stands for a reduction in calls that only move data. Does nothing.
+/// Does nothing. It stands for a reduction in calls that only move data.
 pub(crate) unsafe fn moves_only(_: &[*const u8], _: &[*mut u8], _: usize, _: usize) {}
 
 /// The instruction sets that the loops are compiled for.

@@ -16,7 +16,8 @@
 //! | scratch | parity | owner | peers |
 //!
 //! The block up to the packets is all zero when the communicator is made, and is never cleared, because a peer may
-//! signal before the owner has made its communicator. Packets and scratch are read where they were written alone. This file turns (rank, part, index) into addresses and does nothing else.
+//! signal before the owner has made its communicator. Packets and scratch need not be zero: nobody reads a part of them that
+//! was not written before. This file turns (rank, part, index) into addresses and does nothing else.
 
 #![allow(unsafe_code)] // addresses of atomics in shared memory
 
@@ -32,7 +33,8 @@ use crate::signal::{Native, SignalSlot};
 
 /// The alignment of every part, and of the block itself.
 pub(in crate::host) const ALIGN: u64 = 128;
-/// More ranks than one host has use for. Bounds the traffic matrix, which grows with the square of the ranks.
+/// The most ranks of a communicator: more than one host has use for. The bound is for the traffic matrix, which grows with
+/// the square of the ranks.
 pub(in crate::host) const MAX_WORLD: u32 = 1024;
 
 /// How many packets of point-to-point messages a rank has room for, for each peer that sends to it.

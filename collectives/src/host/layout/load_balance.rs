@@ -6,11 +6,11 @@
 //! the mean, in rank order. The result need not be optimal, but where all ranks send to one, the load of that one
 //! is reduced as far as possible.
 
-/// Loads that exceed the mean by at most this many bytes are left as they are. What senders write lies in their
+/// Bytes by which a load must exceed the mean to be balanced. What senders write lies in their
 /// caches, not in the receiver's, so a receiver that reads it at once gains only from this size on (measured on 16
 /// cores, with inputs that had just been written).
 const MIN_IMBALANCE: usize = 64 << 10;
-/// A sender takes over at least this many bytes.
+/// The fewest bytes that a sender takes over.
 const MIN_SHARE: usize = 16 << 10;
 /// Bytes of a cache line: a sender's share is a multiple of it.
 const LINE: usize = 64;

@@ -6,7 +6,7 @@ use symmpool_allocator::topology::{Topology, TopologyKind};
 use crate::call::rank_list;
 use crate::matching::assign;
 
-/// More ranks than such machines have. The search tries every split of the ranks, so the limit keeps it short.
+/// The most ranks of a search: more than such machines have. It tries every split of the ranks, so the limit keeps it short.
 const MAX_RANKS: u32 = 16;
 /// Up to this many ranks stay one group if all are linked: no data has to be forwarded then.
 const MAX_SINGLE_GROUP: u32 = 4;

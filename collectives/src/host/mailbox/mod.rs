@@ -10,17 +10,17 @@
 //! | `operation` | one message that was begun |
 //! | `progress_thread` | the thread that moves on what nobody waits for |
 //!
-//! A message of up to 64 KiB is sent whole: its send is done when it lies in the receiver's segment, wherever the
-//! receiver is. There it waits in the receiver's list of unexpected messages until somebody receives it. A larger one, and
-//! one beyond the 4 MiB that a rank may have sent another without a receive, is offered: its bytes stay where they
-//! are until the receiver has a place for them, and asks.
+//! A message of up to 64 KiB is sent whole (MPI's eager protocol): its send is done when it lies in the receiver's segment,
+//! wherever the receiver is. There it waits in the receiver's list of unexpected messages until somebody receives it. A larger
+//! one is offered (MPI's rendezvous protocol): its bytes stay where they are until the receiver has memory for them, and asks.
+//! So is a small one beyond the 4 MiB that a rank may have sent another one without a receive.
 //!
 //! A receive takes the first message of its tag from its source, or, of several sources, the one that came first.
 //! Messages of one sender and one tag are received in the order of their sends.
 //!
 //! A rank may send itself something, and receives it by its own number.
 //!
-//! Whoever calls moves on all messages of the mailbox. While messages are open and nobody calls, a thread does so every
+//! Each call makes progress on all messages of the mailbox. While messages are open and nobody calls, a thread does so every
 //! two milliseconds, so that a rank may wait for something else meanwhile.
 
 #![allow(unsafe_code)] // takes callers' memory

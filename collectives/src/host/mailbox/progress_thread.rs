@@ -11,9 +11,9 @@ use super::state::MailboxState;
 const EVERY: Duration = Duration::from_millis(2);
 /// How long a thread without messages stays.
 const STAY: Duration = Duration::from_secs(1);
-/// How often it looks at the sockets, as for peers that have ended.
+/// Rounds of the thread from one poll of the sockets, which show peers that have ended, to the next.
 const SOCKETS_EVERY: u32 = 16;
-/// How often it looks again, in vain, for the next part of a large message.
+/// Polls in a row that find no part of a large message, after which the thread sleeps.
 const TRIES: u32 = 200;
 
 impl Shared {
@@ -28,7 +28,7 @@ impl Shared {
             std::thread::Builder::new().name("symmpool p2p".into()).spawn(move || run(&shared));
         match made {
             Ok(_) => state.has_thread = true,
-            // Messages are moved on by calls alone.
+            // Calls alone make progress.
             Err(error) => tracing::warn!(rank = self.rank, %error, "no thread could be made"),
         }
     }
@@ -52,7 +52,7 @@ impl Shared {
         drop(state);
         std::thread::sleep(EVERY);
         let mut tries = 0;
-        // Whoever waits moves everything on itself.
+        // A thread that waits makes progress on everything itself.
         while tries < TRIES && self.waiting.load(Ordering::Relaxed) == 0 {
             let Ok(mut state) = self.lock() else { return false };
             if tries == 0 && round.is_multiple_of(SOCKETS_EVERY) {

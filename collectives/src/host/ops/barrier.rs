@@ -38,7 +38,7 @@ impl HostEngine {
         self.measured_handshake(&CallDescription::new(OpType::Barrier), waited)
     }
 
-    /// A call that is nothing but its handshake.
+    /// Makes a call that is nothing but its handshake.
     pub(crate) fn handshake_only(&mut self, call: &CallDescription) -> Result<()> {
         self.ready()?;
         self.catch_up()?;

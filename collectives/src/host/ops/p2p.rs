@@ -36,7 +36,7 @@ enum Arrival {
     /// The peer does not make the message.
     Refused,
     /// The peer has declined an earlier message of this rank, which no call has reported yet.
-    News,
+    EarlierDeclined,
 }
 
 impl HostOneSided {
@@ -115,7 +115,7 @@ impl HostOneSided {
                     }
                     return Err(self.untaken(peer, message));
                 }
-                Arrival::News => match self.earlier_declined(peer) {
+                Arrival::EarlierDeclined => match self.earlier_declined(peer) {
                     Some(error) => {
                         return Err(self.decline_counted(error, Direction::Send, peer, position));
                     }
@@ -159,7 +159,7 @@ impl HostOneSided {
             match self.await_packet(peer, (number, message), at == 0)? {
                 Arrival::Here => {}
                 Arrival::Refused => return Err(self.unsent(peer)),
-                Arrival::News => match self.earlier_declined(peer) {
+                Arrival::EarlierDeclined => match self.earlier_declined(peer) {
                     Some(error) => {
                         return Err(self.decline_counted(
                             error,
@@ -219,11 +219,11 @@ impl HostOneSided {
         // A message is declined behind all packets that were sent before, so the count is read last.
         let is_here = slot.word.load(Ordering::Acquire) >= number;
         Ok(match (is_news(), is_here, is_unsent) {
-            (true, _, _) => Arrival::News,
+            (true, _, _) => Arrival::EarlierDeclined,
             (_, true, _) => Arrival::Here,
             (_, _, true) => Arrival::Refused,
             // Another thread of this rank has reported the news meanwhile.
-            (false, false, false) => Arrival::News,
+            (false, false, false) => Arrival::EarlierDeclined,
         })
     }
 
@@ -243,7 +243,7 @@ impl HostOneSided {
         Ok(if self.is_untaken(peer, message) {
             Arrival::Refused
         } else if is_news() || !is_room(taken) {
-            Arrival::News
+            Arrival::EarlierDeclined
         } else {
             Arrival::Here
         })
@@ -312,7 +312,7 @@ impl HostOneSided {
         position
     }
 
-    /// To be called after a message: declines those that were declined meanwhile.
+    /// Declines the messages that were declined while this thread was in one. You must call this after a message.
     fn settle(&self, direction: Direction, peer: u32) {
         let turns = self.turns(direction, peer);
         while turns.declined.load(Ordering::SeqCst) > 0 {

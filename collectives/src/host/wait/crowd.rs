@@ -25,7 +25,7 @@ pub(in crate::host) struct Crowd {
     begin: OnceLock<Instant>,
 }
 
-/// That of this process.
+/// The knowledge of this process.
 pub(in crate::host) static CROWD: Crowd = Crowd::new();
 
 impl Crowd {

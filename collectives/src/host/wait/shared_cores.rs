@@ -16,14 +16,14 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity}
 use crate::host::wait::crowd::CROWD;
 use crate::host::wait::waiter::SpinPolicy;
 
-/// A rank looks at where the others run at one of so many calls.
+/// Calls from one time at which a rank looks where the others run to the next.
 const LOOK_EVERY: u32 = 256;
 /// How often a rank moves at most in [`FORGET_AFTER`] looks: the load that other programs put on a core is not known
 /// here, so the operating system may move it back.
 const MAX_MOVES: u32 = 16;
 const FORGET_AFTER: u32 = 1024;
 
-/// In place of this rank's core where that does not matter.
+/// Stands for this rank's core where that does not matter.
 const NOWHERE: u32 = u32::MAX;
 
 /// Knowledge of a rank about those on its core.

@@ -24,9 +24,9 @@ const FEW_YIELDS: u32 = 8;
 /// How many times longer a waiter spins that does not yield, as other programs want its core: as long as a peer on another
 /// core needs to wake up.
 const SPIN_INSTEAD: u32 = 16;
-/// How often it spins between two looks then.
+/// Pauses between two loads of the word then.
 const SPINS_AT_ONCE: u32 = 4;
-/// A waiter makes its checks at one of so many yields.
+/// Yields from one check of a waiter to the next.
 const CHECK_EVERY: u32 = 16;
 /// The longest single sleep, and so how often a sleeper checks for an abort, a dead peer and its deadline.
 const SLICE: Duration = Duration::from_millis(10);

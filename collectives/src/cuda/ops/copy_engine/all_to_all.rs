@@ -33,7 +33,7 @@ const MIN_PART_BYTES: u64 = 16 << 20;
 /// Bytes of all parts together that the companion kernel sends while the copy engine starts. With 2 MiB, 32 MiB
 /// take 4 us more on two H200s; with 8 MiB, 128 MiB take nearly 1 us more.
 const HEAD_BYTES: u64 = 4 << 20;
-/// Blocks of the companion kernel: enough for so many bytes.
+/// Blocks of the companion kernel: enough for [`HEAD_BYTES`].
 const BLOCKS: u32 = 32;
 
 /// Equal parts that copy engines carry.
@@ -50,7 +50,7 @@ pub(in crate::cuda) struct EqualParts {
 }
 
 impl CudaEngine {
-    /// Whether copy engines carry equal parts of so many bytes. The same on every rank if outputs are
+    /// Whether copy engines carry equal parts of `part` bytes. The same on every rank if outputs are
     /// windows on all ranks or on none.
     pub(in crate::cuda) fn copies_parts(&self, by: &Exchange, output: Place, part: u64) -> bool {
         let sent = part.saturating_mul(u64::from(self.world()) - 1);

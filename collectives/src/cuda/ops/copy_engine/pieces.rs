@@ -25,8 +25,8 @@ use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::{PIECE_CHANNELS, SLOTS};
 use crate::cuda::layout::piece_slots::{SHORTEST, pays_off, room};
 
-/// A share has so many pieces, if they are neither shorter nor longer than they should be: shorter ones are sent in less
-/// time than a copy takes to start.
+/// Pieces of a share, if they are neither shorter nor longer than they should be: shorter ones are sent in less time than a copy
+/// takes to start.
 const PIECES: u64 = 4;
 
 /// Where the slot of a piece begins, in slots of `room` bytes.
@@ -155,12 +155,12 @@ impl CudaEngine {
         self.handshake_after_copies(call, stream)
     }
 
-    /// The stream on which copies of so many pieces wait for slots, if there are more pieces than slots.
+    /// The stream on which copies of `pieces` pieces wait for slots, if there are more pieces than slots.
     pub(in crate::cuda) fn stream_of_waits(&self, pieces: usize) -> Option<Stream> {
         (pieces > SLOTS).then_some(self.result_stream)
     }
 
-    /// Returns what a reduction in pieces needs, with so many slots for each peer.
+    /// Returns what a reduction in pieces needs, with `slots` slots for each peer.
     pub(in crate::cuda) fn plan_reduction(
         &mut self,
         work: &PromisedReduction,

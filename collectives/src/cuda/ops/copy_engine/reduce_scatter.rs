@@ -32,8 +32,7 @@ use crate::cuda::engine::CudaEngine;
 use crate::cuda::kernel::spec::KernelSpec;
 use crate::cuda::layout::memory_channels::SLOTS;
 
-/// Pieces are halved down to so many bytes: reducing as many takes about as long as starting another
-/// copy.
+/// Bytes down to which pieces are halved: to reduce as many takes about as long as to start another copy.
 const SHORTEST: u64 = 4 << 20;
 /// The last piece that copy engines take from a peer's window is at least such a part of all. Each piece costs the host four
 /// calls of the driver, some 10 us each in a program whose caches hold other things.

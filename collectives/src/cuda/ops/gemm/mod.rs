@@ -85,7 +85,7 @@ struct GemmLaunch<'a> {
 }
 
 impl GemmLaunch<'_> {
-    /// How so many tiles are divided among so many blocks, if there is the memory for it.
+    /// How `tiles` tiles are divided among `blocks` blocks, if there is the memory for it.
     fn split(&self, work: &MatmulWork, tiles: u32, blocks: u32) -> StreamK {
         let tiles = tiles / CLUSTER as u32;
         let split = StreamK::of(tiles, blocks / CLUSTER as u32, work.inner_blocks);

@@ -39,7 +39,7 @@ fn cluster_of(tiles: u32, inner_blocks: u32, sm_count: u32) -> u32 {
 }
 
 impl CudaEngine {
-    /// Whether the largest inbox that there is has room for a product of so many rows and columns of 16-bit numbers.
+    /// Whether the largest inbox that there is has room for a product of `rows` rows and `columns` columns of 16-bit numbers.
     pub(crate) fn has_room_for_matmul(&self, rows: usize, columns: usize) -> bool {
         self.gemms_fit(rows, columns, self.largest_lamport_vectors())
     }

@@ -19,7 +19,7 @@ impl StreamK {
         Self { whole: tiles, helpers: 0, per_tile: 1, per_helper: 1, helper_blocks: 0 }
     }
 
-    /// Divides so many tiles with so many blocks of the inner dimension among so many clusters.
+    /// Divides `tiles` tiles, with `inner_blocks` blocks of the inner dimension each, among `clusters` clusters.
     pub(super) fn of(tiles: u32, clusters: u32, inner_blocks: u32) -> Self {
         let rest = tiles % clusters;
         // With less than a wave nobody is sure to be free before the others.

@@ -24,7 +24,7 @@ pub(super) unsafe fn pull(work: &AllToAllCall, engine: &HostEngine, balance: Opt
         let source = match work.route_of(engine, sender) {
             _ if sender == me => work.data.from,
             SenderRoute::Direct(offset) => engine.window(sender, offset).cast_const(),
-            SenderRoute::Staged(_) => continue,
+            SenderRoute::Scratch(_) => continue,
         };
         let in_input: usize = (0..me).map(|rank| work.matrix.bytes(engine, sender, rank)).sum();
         let (in_output, fitting) = work.matrix.place(engine, sender, me);

@@ -163,7 +163,7 @@ enum SenderRoute {
     /// Receivers read the sender's window at this offset.
     Direct(u64),
     /// It goes through the sender's scratch in these pieces.
-    Staged(Pieces),
+    Scratch(Pieces),
 }
 
 impl AllToAllCall {
@@ -194,7 +194,7 @@ impl AllToAllCall {
         engine.set_next_row(2 * self.world + 1, offset(self.data.output));
         // This rank knows what it sends itself, and reads the other rows after the handshake.
         let own = self.route(self.matrix.next_outgoing(engine), engine, || place);
-        if let SenderRoute::Staged(pieces) = &own {
+        if let SenderRoute::Scratch(pieces) = &own {
             // SAFETY: the input is readable by contract; scratch is free before the handshake.
             unsafe { by_scratch::fill(&self, engine, pieces, 0, engine.next_scratch(), true) };
         }
@@ -207,13 +207,13 @@ impl AllToAllCall {
         for sender in 0..self.world {
             match self.route_of(engine, sender) {
                 SenderRoute::Direct(_) => any_direct = true,
-                SenderRoute::Staged(pieces) => rounds = rounds.max(pieces.len()),
+                SenderRoute::Scratch(pieces) => rounds = rounds.max(pieces.len()),
             }
         }
         tracing::trace!(rounds, any_direct, "all_to_all");
         for round in 0..rounds {
             if round > 0 {
-                if let SenderRoute::Staged(pieces) = &own {
+                if let SenderRoute::Scratch(pieces) = &own {
                     let scratch = engine.scratch(self.rank);
                     // SAFETY: this half of scratch held the piece before the last one, and every peer has
                     // signalled the last piece since it read that.
@@ -222,7 +222,7 @@ impl AllToAllCall {
                 engine.step()?;
             }
             for sender in engine.peers() {
-                if let SenderRoute::Staged(pieces) = self.route_of(engine, sender) {
+                if let SenderRoute::Scratch(pieces) = self.route_of(engine, sender) {
                     // SAFETY: the sender filled this piece before it signalled.
                     unsafe { by_scratch::collect(&self, engine, &pieces, round, sender) };
                 }
@@ -275,7 +275,7 @@ impl AllToAllCall {
         balance
     }
 
-    /// How a sender's data travels; the same on every rank. To be called after the handshake.
+    /// How a sender's data travels; the same on every rank. You must call this after the handshake.
     fn route_of(&self, engine: &HostEngine, sender: u32) -> SenderRoute {
         let outgoing = self.matrix.outgoing(engine, sender);
         self.route(outgoing, engine, || engine.row(sender, 2 * self.world))
@@ -287,7 +287,7 @@ impl AllToAllCall {
         let direct =
             self.direct.unwrap_or_else(|| is_direct(outgoing, self.world, engine.scratch_bytes()));
         match if direct { place() } else { NO_WINDOW } {
-            NO_WINDOW => SenderRoute::Staged(Pieces::new(outgoing, 1, engine.scratch_bytes())),
+            NO_WINDOW => SenderRoute::Scratch(Pieces::new(outgoing, 1, engine.scratch_bytes())),
             offset => SenderRoute::Direct(offset),
         }
     }

@@ -22,7 +22,7 @@ pub(super) const BAD_SPLITS: u64 = 1 << 63;
 const LISTED: usize = 4;
 
 impl TrafficMatrix {
-    /// The bytes that `sender` sends to `receiver`. To be called after the handshake.
+    /// The bytes that `sender` sends to `receiver`. You must call this after the handshake.
     #[inline]
     pub(super) fn bytes(self, engine: &HostEngine, sender: u32, receiver: u32) -> usize {
         match self {
@@ -31,7 +31,7 @@ impl TrafficMatrix {
         }
     }
 
-    /// The bytes that this rank sends to `receiver`. To be called before the handshake.
+    /// The bytes that this rank sends to `receiver`. You must call this before the handshake.
     #[inline]
     pub(super) fn next_bytes(self, engine: &HostEngine, receiver: u32) -> usize {
         match self {
@@ -40,13 +40,13 @@ impl TrafficMatrix {
         }
     }
 
-    /// The bytes that `sender` sends to all other ranks. To be called after the handshake.
+    /// The bytes that `sender` sends to all other ranks. You must call this after the handshake.
     pub(super) fn outgoing(self, engine: &HostEngine, sender: u32) -> usize {
         let others = (0..engine.world()).filter(|rank| *rank != sender);
         others.map(|rank| self.bytes(engine, sender, rank)).sum()
     }
 
-    /// The bytes that this rank sends to all other ranks. To be called before the handshake.
+    /// The bytes that this rank sends to all other ranks. You must call this before the handshake.
     pub(super) fn next_outgoing(self, engine: &HostEngine) -> usize {
         engine.peers().map(|rank| self.next_bytes(engine, rank)).sum()
     }

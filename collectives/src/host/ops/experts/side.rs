@@ -366,7 +366,7 @@ impl<'a> RankSide<'a> {
         unsafe { self.region.numbers(slot, part, row, top_k) }
     }
 
-    /// Where the rows that come back to a slot in area `nth` begin: each area has room for the most tokens of a rank.
+    /// Where part `nth` of the rows that come back to a slot begins. Each part has room for the most tokens of a rank.
     pub(crate) fn combined_at(&self, slot: u32, nth: usize) -> *mut u8 {
         let (region, shape) = (&self.region, &self.call.shape);
         region.at(slot, region.parts.combined, nth * shape.max_tokens, shape.row_bytes())
@@ -410,8 +410,9 @@ impl<'a> RankSide<'a> {
     }
 }
 
-/// Where the rows of each expert of a rank begin and the last ones end, from how many there are of each, and for how many there
-/// should be room: if each expert has a part of its own, of `of_each` rows, the most rows of one of them.
+/// Returns where the rows of each expert of a rank begin, and where the last ones end, from how many rows each expert has
+/// (`counts`). The second value is how many rows there should be room for: if each expert has a part of its own, of `of_each`
+/// rows, the most rows of one of them.
 pub(crate) fn rows_by_expert(counts: &[u64], of_each: u64, alignment: u32) -> (Vec<u64>, u64) {
     let mut begins = vec![0];
     let mut begin = 0_u64;

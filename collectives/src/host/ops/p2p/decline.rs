@@ -18,8 +18,8 @@ use crate::host::wait::waiter::wake;
 use crate::signal::wake_sleepers;
 
 impl HostOneSided {
-    /// To be called instead of a message whose arguments are wrong: the peer's call fails too, and both ranks
-    /// count the message. Does not wait. Returns what to report: `why`, or why the communicator has failed.
+    /// Declines a message. You must call this in place of a message whose arguments are wrong: the peer's call fails too, and
+    /// both ranks count the message. Does not wait. Returns what to report: `why`, or why the communicator has failed.
     #[cold]
     pub(crate) fn decline(&self, why: Error, direction: Direction, peer: u32) -> Error {
         if let Err(failed) = self.ready() {
