@@ -273,6 +273,9 @@ emulated-faults: emulated-begun
 	$(EMULATED) $(COLLECTIVES) killed $(PATIENCE) --quick --ranks 2 --algorithms growth,captured_growth
 	$(EMULATED) $(PROGRAMS)/cuda_hosts transfers --hosts a,b,b,a
 	$(EMULATED) $(PROGRAMS)/cuda_hosts transfers --hosts a,b,a
+	$(EMULATED) EMULATED_PROCESSORS=24 $(PROGRAMS)/cuda_hosts collectives --hosts a,b,b,a --timeout 300
+	$(EMULATED) EMULATED_PROCESSORS=24 $(PROGRAMS)/cuda_hosts collectives --hosts a,a,b --timeout 300
+	$(EMULATED) EMULATED_PROCESSORS=24 $(PROGRAMS)/cuda_hosts call_faults --hosts a,a,b
 	$(EMULATED) $(PROGRAMS)/cuda_hosts faults --hosts a,b
 else
 test-emulated:

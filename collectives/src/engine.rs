@@ -25,6 +25,20 @@ pub(crate) trait FailureHandle: Send + Sync {
     }
 }
 
+/// A reduction of arrays of one rank's memory, element by element.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LocalReduction<'a> {
+    /// The arrays, in the order in which they are reduced.
+    pub(crate) from: &'a [*const u8],
+    pub(crate) to: *mut u8,
+    /// Elements of each array.
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+    pub(crate) op: ReduceOp,
+    /// The number that averages are divided by.
+    pub(crate) divisor: usize,
+}
+
 /// One rank's side of a communicator: one call at a time.
 ///
 /// In host memory a call is over when it returns, and streams only have names. On a device it puts work on the stream.
@@ -150,6 +164,24 @@ pub(crate) trait Engine: Send {
 
     /// Sends rows of experts back, and sums them up.
     unsafe fn combine(&mut self, call: &ExpertCall, stream: &Stream) -> Result<()>;
+
+    /// Copies bytes of this rank's memory, behind what the stream was given: part of a call over hosts.
+    unsafe fn copy_local(
+        &mut self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<()>;
+
+    /// Reduces arrays of this rank's memory in their order, behind what the stream was given: part of a call over hosts. The
+    /// result may be one of the arrays, and overlaps no other one.
+    unsafe fn reduce_local(&mut self, work: &LocalReduction<'_>, stream: &Stream) -> Result<()>;
+
+    /// Has all that a reduction needs ready, before anything of its call is under way.
+    fn load_local_reduction(&mut self, _: DType, _: ReduceOp) -> Result<()> {
+        Ok(())
+    }
 
     /// Waits until all ranks have come: on a device the stream does.
     fn barrier(&mut self, stream: &Stream) -> Result<()>;

@@ -105,6 +105,9 @@ pub unsafe trait Outer: Send {
     fn abort(&mut self) -> Result<()>;
 }
 
+/// Most thread blocks that NCCL's kernels of one outer engine take of a device: those of a host's own calls leave as many SMs.
+pub(crate) const MAX_OUTER_BLOCKS: u32 = 16;
+
 /// The outer engines of one rank of a group that spans hosts.
 pub struct Outers {
     /// Between the ranks of equal index on all hosts, in the order of hosts. Where hosts have different numbers of ranks, the

@@ -116,6 +116,9 @@ fn over_hosts(
     pool: &Bound<'_, Pool>,
     options: PyResult<CommunicatorOptions>,
 ) -> PyResult<(CommunicatorOptions, Option<Outers>)> {
+    if let MemoryDevice::Cuda(_) = pool.get().device {
+        return over_hosts_on_gpus(py, &pool.get().pool, options);
+    }
     let module = py.import("symmpool.communicators.outer")?;
     let rendezvous = module.call_method1("OuterRendezvous", (pool,))?;
     match options {
@@ -125,6 +128,25 @@ fn over_hosts(
         }
         Err(error) => {
             rendezvous.call_method1("refuse", (error.to_string(),))?;
+            Err(error)
+        }
+    }
+}
+
+/// The options with outer engines over NCCL, for memory of GPUs.
+fn over_hosts_on_gpus(
+    py: Python<'_>,
+    pool: &symmpool_allocator::Pool,
+    options: PyResult<CommunicatorOptions>,
+) -> PyResult<(CommunicatorOptions, Option<Outers>)> {
+    match options {
+        Ok(options) => {
+            let outers = site::detach(py, || Outers::nccl(pool, options.timeout)).or_raise(py)?;
+            Ok((options, Some(outers)))
+        }
+        Err(error) => {
+            let (why, limit) = (reason(py, &error), pool.group().timeout());
+            py.detach(|| Outers::decline_nccl(pool, limit, &why));
             Err(error)
         }
     }

@@ -1,41 +1,49 @@
-//! Reduces arrays of one device, element by element, in the given order. Defines: DTYPE, OP.
+//! Reduces arrays of one device, element by element, in the given order: what hosts have sent, in calls over hosts.
+//! Defines: DTYPE, OP.
 //!
-//! `inputs` points to `n` addresses, in memory that the device can read. Arrays hold `count` elements and are
-//! aligned to their elements. `out` may be one of them. Any grid and any block will do. Without inputs
-//! nothing is written.
+//! Arrays have `call.bytes` bytes of whole elements, to which they are aligned. The output may be one of them. An average is
+//! divided by `work.divisor`. Any grid and any block will do. Without inputs nothing is written.
 
+#include <reduce_local/reduce_local_layout.cuh>
+#include <symmpool/impl/comm_layout.cuh>
+#include <symmpool/impl/ptx.cuh>
 #include <symmpool/reduce.cuh>
 
-extern "C" __global__ void symmpool_reduce_local(const void* const* inputs, int n, void* out,
-                                                 long long count) {
-    using Reduce = symmpool::Reduce<DTYPE, OP>;
-    using Item = Reduce::Item;
-    if (n <= 0) {
+using namespace symmpool;
+
+extern "C" __global__ void symmpool_reduce_local(const __grid_constant__ CommFields,
+                                                 const __grid_constant__ CallParams call,
+                                                 const __grid_constant__ LocalReduceWork work) {
+    using R = Reduce<DTYPE, OP>;
+    using Item = R::Item;
+    wait_for_stream();
+    if (work.count == 0) {
         return;
     }
-    const long long threads = static_cast<long long>(gridDim.x) * blockDim.x;
-    const long long thread = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const u64 count = call.bytes / sizeof(Item);
+    const u64 threads = static_cast<u64>(gridDim.x) * blockDim.x;
+    const u64 thread = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int divisor = static_cast<int>(work.divisor);
 
-    unsigned long long addresses = reinterpret_cast<unsigned long long>(out);
-    for (int i = 0; i < n; ++i) {
-        addresses |= reinterpret_cast<unsigned long long>(inputs[i]);
+    u64 addresses = reinterpret_cast<u64>(call.output);
+    for (u32 i = 0; i < work.count; ++i) {
+        addresses |= reinterpret_cast<u64>(work.inputs[i]);
     }
-    const long long vectors = addresses % 16 == 0 ? count / Reduce::LANES : 0;
-    for (long long at = thread; at < vectors; at += threads) {
-        Reduce::Vector total = Reduce::widen(
-            symmpool::load_plain(static_cast<const uint4*>(inputs[0]) + at));
+    const u64 vectors = addresses % 16 == 0 ? count / R::LANES : 0;
+    for (u64 at = thread; at < vectors; at += threads) {
+        R::Vector total = R::widen(load_plain(reinterpret_cast<const uint4*>(work.inputs[0]) + at));
 #pragma unroll 4
-        for (int i = 1; i < n; ++i) {
-            Reduce::accumulate(total, symmpool::load_plain(static_cast<const uint4*>(inputs[i]) + at));
+        for (u32 i = 1; i < work.count; ++i) {
+            R::accumulate(total, load_plain(reinterpret_cast<const uint4*>(work.inputs[i]) + at));
         }
-        symmpool::store_plain(static_cast<uint4*>(out) + at, Reduce::finish(total, n));
+        store_plain(reinterpret_cast<uint4*>(call.output) + at, R::finish(total, divisor));
     }
 
-    for (long long at = vectors * Reduce::LANES + thread; at < count; at += threads) {
-        Reduce::Acc total = Reduce::widen(static_cast<const Item*>(inputs[0])[at]);
-        for (int i = 1; i < n; ++i) {
-            total = Reduce::accumulate(total, Reduce::widen(static_cast<const Item*>(inputs[i])[at]));
+    for (u64 at = vectors * R::LANES + thread; at < count; at += threads) {
+        R::Acc total = R::widen(reinterpret_cast<const Item*>(work.inputs[0])[at]);
+        for (u32 i = 1; i < work.count; ++i) {
+            total = R::accumulate(total, R::widen(reinterpret_cast<const Item*>(work.inputs[i])[at]));
         }
-        static_cast<Item*>(out)[at] = Reduce::narrow(Reduce::finalize(total, n));
+        reinterpret_cast<Item*>(call.output)[at] = R::narrow(R::finalize(total, divisor));
     }
 }

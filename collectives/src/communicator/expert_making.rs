@@ -67,7 +67,10 @@ impl Communicator {
     fn await_call(&self, inner: &mut Inner, call: CallDescription, stream: &Stream) -> Result<()> {
         match &mut inner.engine {
             AnyEngine::Host(host) => host.handshake_only(&call),
-            AnyEngine::Spanning(spanning) => spanning.meet_all(call),
+            AnyEngine::Spanning(spanning) => {
+                spanning.refuse_experts()?;
+                spanning.meet_all(call, stream)
+            }
             AnyEngine::Cuda(cuda) => self.await_ranks(cuda, call, stream),
         }
     }

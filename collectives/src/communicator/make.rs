@@ -151,20 +151,7 @@ impl Communicator {
         options: &CommunicatorOptions,
         requested: &Result<AllReduceAlgorithm>,
     ) -> Result<(AnyEngine, Block<u8>)> {
-        // If `requested` or `footprint` is an error, no engine is made with these options.
-        let footprint =
-            requested.as_ref().map_err(Clone::clone).and_then(|_| footprint(pool, options));
-        let options = CudaEngineOptions {
-            requested: requested.clone().unwrap_or_default(),
-            timeout: options.timeout,
-            footprint: footprint.as_ref().map_or(Footprint::NONE, |(footprint, _)| *footprint),
-            grown: footprint.as_ref().ok().and_then(|(_, grown)| *grown),
-            first_epoch: options.first_epoch,
-            all_to_all: options.all_to_all,
-            budget: options.budget(),
-            links: options.links.as_ref().unwrap_or(pool.topology()).clone(),
-        };
-        let bytes = footprint.and_then(|_| CudaEngine::control_bytes(pool.world(), &options));
+        let (options, bytes) = Self::device_options(pool, pool.world(), options, requested);
         let ready: Cell<Option<ReadyKernels>> = Cell::new(None);
         let prepare = |block: &Block<u8>| {
             ready.set(Some(CudaEngine::prepare(pool, block, &options)?));
@@ -176,6 +163,30 @@ impl Communicator {
             let engine = CudaEngine::new(pool, control.offset(), &options, ready, alive, number)?;
             Ok(AnyEngine::Cuda(Box::new(engine)))
         })
+    }
+
+    /// How the engine of a communicator of `world` ranks on a device behaves, and bytes of its control block. Where these are an
+    /// error, no engine is made with these options.
+    pub(super) fn device_options(
+        pool: &Pool,
+        world: u32,
+        options: &CommunicatorOptions,
+        requested: &Result<AllReduceAlgorithm>,
+    ) -> (CudaEngineOptions, Result<u64>) {
+        let footprint =
+            requested.as_ref().map_err(Clone::clone).and_then(|_| footprint(pool, world, options));
+        let options = CudaEngineOptions {
+            requested: requested.clone().unwrap_or_default(),
+            timeout: options.timeout,
+            footprint: footprint.as_ref().map_or(Footprint::NONE, |(footprint, _)| *footprint),
+            grown: footprint.as_ref().ok().and_then(|(_, grown)| *grown),
+            first_epoch: options.first_epoch,
+            all_to_all: options.all_to_all,
+            budget: options.budget(),
+            links: options.links.as_ref().unwrap_or(pool.topology()).clone(),
+        };
+        let bytes = footprint.and_then(|_| CudaEngine::control_bytes(world, &options));
+        (options, bytes)
     }
 
     /// Allocates and prepares a control block of `bytes` bytes, commits it, and builds the engine on it, which is given the
@@ -252,7 +263,11 @@ pub(super) fn host_options(
 
 /// The sizes of the parts of a communicator's memory on a device, and those that it may grow to. The same on every rank, as
 /// options and the environment are.
-fn footprint(pool: &Pool, options: &CommunicatorOptions) -> Result<(Footprint, Option<Footprint>)> {
+fn footprint(
+    pool: &Pool,
+    world: u32,
+    options: &CommunicatorOptions,
+) -> Result<(Footprint, Option<Footprint>)> {
     let total = match options.device_memory_bytes {
         Some(bytes) => Some(bytes),
         None => {
@@ -265,11 +280,11 @@ fn footprint(pool: &Pool, options: &CommunicatorOptions) -> Result<(Footprint, O
     };
     let (inbox, scratch) = (options.device_inbox_bytes, options.device_scratch_bytes);
     let requested = RequestedMemory { total, inbox, scratch };
-    let full = Footprint::new(pool.world(), requested)?;
+    let full = Footprint::new(world, requested)?;
     // Where anything says how much it is, it is that from the beginning.
     let grows = options.device_memory_grows && requested == RequestedMemory::default();
-    if grows && pool.world() > 1 {
-        return Ok((Footprint::at_first(pool.world()), Some(full)));
+    if grows && world > 1 {
+        return Ok((Footprint::at_first(world), Some(full)));
     }
     Ok((full, None))
 }

@@ -11,7 +11,7 @@ use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective}
 use crate::call::experts::{ExpertCall, ExpertShape};
 use crate::call::rehearsal::{Lifts, Rehearsed};
 use crate::call::{Arguments, StandardCall};
-use crate::engine::{Engine, FailureHandle};
+use crate::engine::{Engine, FailureHandle, LocalReduction};
 use crate::plan::CheckedPlan;
 use crate::types::timeout::Timeout;
 use crate::{
@@ -196,6 +196,34 @@ impl Engine for CudaEngine {
         // SAFETY: the caller promised that what `call` points to is there for its lengths until the stream is past it,
         // and that a dispatch made its handle.
         self.call(*stream, |cuda| unsafe { cuda.combine(call, *stream) })
+    }
+
+    unsafe fn copy_local(
+        &mut self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller promised that the bytes are readable and writable until the stream is past this.
+        unsafe {
+            CudaEngine::copy_local(
+                self,
+                to.expose_provenance() as u64,
+                from.expose_provenance() as u64,
+                bytes as u64,
+                *stream,
+            )
+        }
+    }
+
+    unsafe fn reduce_local(&mut self, work: &LocalReduction<'_>, stream: &Stream) -> Result<()> {
+        // SAFETY: the caller promised that the arrays are readable and the result is writable until the stream is past this.
+        unsafe { CudaEngine::reduce_local(self, work, *stream) }
+    }
+
+    fn load_local_reduction(&mut self, dtype: DType, op: ReduceOp) -> Result<()> {
+        CudaEngine::load_local_reduction(self, dtype, op)
     }
 
     fn barrier(&mut self, stream: &Stream) -> Result<()> {

@@ -34,9 +34,11 @@ use crate::jit::sources::KERNELS;
 
 pub(crate) use self::all_reduce::constraints::fits_lamport;
 pub use self::all_reduce::row::{Cases, CheckedAllReduce};
-pub(crate) use self::driver::api::{Api as CudaApi, CudaHandle};
+pub(crate) use self::driver::api::{Api as CudaApi, CudaHandle, cuda};
+pub(crate) use self::driver::pinned_words::Words as PinnedWords;
 pub(crate) use self::engine::failure::Failure as CudaFailure;
 pub use self::engine::memory_operations::end_watching;
+pub(crate) use self::kernel::modules::sm_count;
 #[cfg(feature = "testing")]
 pub use self::kernel::modules::take_sms;
 pub(crate) use self::kernel::sm_budget::BudgetOptions;

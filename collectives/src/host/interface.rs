@@ -11,7 +11,7 @@ use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective}
 use crate::call::experts::ExpertCall;
 use crate::call::rehearsal::{Lifts, Rehearsed};
 use crate::call::{Arguments, CallDescription, StandardCall};
-use crate::engine::{Engine, FailureHandle};
+use crate::engine::{Engine, FailureHandle, LocalReduction};
 use crate::plan::CheckedPlan;
 use crate::types::timeout::Timeout;
 use crate::{
@@ -176,6 +176,28 @@ impl Engine for HostEngine {
         // SAFETY: the caller promised that the addresses in the call are as `ExpertsWork` describes them, until the
         // call returns on every rank.
         unsafe { HostEngine::combine(self, call) }
+    }
+
+    unsafe fn copy_local(
+        &mut self,
+        to: *mut u8,
+        from: *const u8,
+        bytes: usize,
+        _: &Stream,
+    ) -> Result<()> {
+        // SAFETY: the caller promised that the bytes are readable and writable, and that they do not overlap.
+        unsafe { from.copy_to_nonoverlapping(to, bytes) };
+        Ok(())
+    }
+
+    unsafe fn reduce_local(&mut self, work: &LocalReduction<'_>, _: &Stream) -> Result<()> {
+        let reduce = self
+            .reduce_loop(work.dtype, work.op)
+            .ok_or_else(|| work.dtype.only_moved("a reduction between hosts", self.layout.rank))?;
+        // SAFETY: the caller promised that the arrays are readable and the result is writable, and that it is one of them or
+        // overlaps none.
+        unsafe { reduce(work.from, &[work.to], work.count, work.divisor) };
+        Ok(())
     }
 
     fn barrier(&mut self, _: &Stream) -> Result<()> {

@@ -64,6 +64,7 @@ pub(crate) const HEADERS: &[(&str, &str)] = headers![
     "fused/row_sums.cuh",
     "fused/small_m_sums.cuh",
     "fused/stages.cuh",
+    "reduce_local/reduce_local_layout.cuh",
     "symmpool/collective.cuh",
     "symmpool/device.cuh",
     "symmpool/device_comm.cuh",
@@ -397,7 +398,7 @@ pub(crate) const MATMUL_WAIT: KernelSource<'static> = collective!(
     [OTHERS, ("THREADS", &["32"])],
 );
 
-/// Reduces arrays of one device, in the given order.
+/// Reduces arrays of one device, in the given order: for calls over hosts.
 pub(crate) const REDUCE_LOCAL: KernelSource<'static> = KernelSource {
     name: "reduce_local",
     path: "reduce_local/reduce_local.cu",

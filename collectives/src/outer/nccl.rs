@@ -80,6 +80,19 @@ impl Outers {
     }
 }
 
+impl Outers {
+    /// To be called instead of [`nccl`](Self::nccl) on a rank that has found something wrong: the other ranks get its error, in
+    /// place of their engines. Waits for them as long as that does.
+    #[cold]
+    pub fn decline_nccl(pool: &Pool, limit: Duration, why: &Error) {
+        let group = pool.group().child("nccl").with_timeout(limit);
+        let frame = NcclOffer::refused(why);
+        if let Err(error) = group.all_gather("NCCL's ids", &frame, Deadline::after(limit)) {
+            tracing::warn!(%error, "the other ranks are not told why NCCL is not used");
+        }
+    }
+}
+
 /// Ends communicators that not all ranks have.
 fn abort_made(transfers: &Transfers, why: &Error) {
     if let Err(error) = transfers.abort(why.clone()) {

@@ -8,13 +8,13 @@ use std::time::Duration;
 use symmpool_allocator::{Error, Result, Stream};
 
 use super::ranks::Route;
-use super::staging::STAGING_BYTES;
-use super::state::SpanningEngine;
+use super::staging::staging_bytes;
+use super::state::{SpanningEngine, sms_inside};
 use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
 use crate::call::experts::ExpertCall;
 use crate::call::rehearsal::{Lifts, Rehearsed};
 use crate::call::{Arguments, CallDescription, OpType, StandardCall};
-use crate::engine::{Engine, FailureHandle};
+use crate::engine::{Engine, FailureHandle, LocalReduction};
 use crate::host::experts::received_sizes;
 use crate::plan::CheckedPlan;
 use crate::types::timeout::Timeout;
@@ -48,8 +48,9 @@ impl Engine for SpanningEngine {
     }
 
     fn memory(&self, total: u64) -> CommunicatorMemory {
-        let inside = self.inner.memory(total - STAGING_BYTES);
-        CommunicatorMemory { total, staging: inside.staging + STAGING_BYTES, ..inside }
+        let staging = staging_bytes(self.device.is_some(), self.ranks.hosts.world());
+        let inside = self.inner.memory(total - staging);
+        CommunicatorMemory { total, staging: inside.staging + staging, ..inside }
     }
 
     fn fail_after_panic(&mut self) {
@@ -64,6 +65,9 @@ impl Engine for SpanningEngine {
         }
         if let Err(failed) = SpanningEngine::ready(self) {
             return failed;
+        }
+        if self.device.is_some() {
+            return self.fail(why);
         }
         self.inner.decline(why.clone(), stream);
         match self.tell_declined(&why) {
@@ -105,11 +109,15 @@ impl Engine for SpanningEngine {
         Err(self.not_across("a kernel of a program"))
     }
 
-    unsafe fn run(&mut self, call: &StandardCall, _: &Stream) -> Result<()> {
+    unsafe fn run(&mut self, call: &StandardCall, stream: &Stream) -> Result<()> {
         let given = call.arguments;
         let sound = self.check(call);
         let description = call.describe();
-        let plan = if sound.is_ok() { self.by_leaders(call.collective, &given) } else { None };
+        let plan = if sound.is_ok() && self.device.is_none() {
+            self.by_leaders(call.collective, &given)
+        } else {
+            None
+        };
         if let Some(plan) = plan {
             self.rehearsed = "leaders";
             // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
@@ -125,21 +133,27 @@ impl Engine for SpanningEngine {
             };
             self.rehearsed = self.way_between(route);
         }
-        self.call(description, sound, |engine, ()| {
+        let bytes = given.bytes_of(call.collective.parts(self.ranks.hosts.world()));
+        self.call((description, bytes), sound, stream, |engine, ()| {
             if given.count == 0 {
                 return Ok(());
             }
+            if call.collective.reduces() {
+                engine.inner.load_local_reduction(given.dtype, given.op)?;
+            }
             match call.collective {
                 // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
-                StandardCollective::AllReduce => unsafe { engine.all_reduce(&given) },
+                StandardCollective::AllReduce => unsafe { engine.all_reduce(&given, stream) },
                 // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
-                StandardCollective::ReduceScatter => unsafe { engine.reduce_scatter(&given) },
+                StandardCollective::ReduceScatter => unsafe {
+                    engine.reduce_scatter(&given, stream)
+                },
                 // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
-                StandardCollective::AllGather => unsafe { engine.all_gather(&given) },
+                StandardCollective::AllGather => unsafe { engine.all_gather(&given, stream) },
                 // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
-                StandardCollective::Broadcast => unsafe { engine.broadcast(&given) },
+                StandardCollective::Broadcast => unsafe { engine.broadcast(&given, stream) },
                 // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
-                StandardCollective::AllToAll => unsafe { engine.all_to_all(&given) },
+                StandardCollective::AllToAll => unsafe { engine.all_to_all(&given, stream) },
             }
         })
     }
@@ -157,12 +171,18 @@ impl Engine for SpanningEngine {
         places: (Place, Place),
         splits: (&[usize], &[usize]),
         dtype: DType,
-        _: &Stream,
+        stream: &Stream,
     ) -> Result<()> {
         let call = CallDescription::new(OpType::AllToAllV).elements(dtype, 0);
         let sound = self.check_parts(places, splits, dtype);
+        if self.device.is_some() {
+            // SAFETY: the caller promised that the places are there for the sums of the splits until the stream is past this.
+            return self.call((call, 0), sound, stream, |engine, parts| unsafe {
+                engine.exchange_directly(places, &parts, stream)
+            });
+        }
         // SAFETY: the caller promised that the places are there for the sums of the splits until this has returned.
-        self.call(call, sound, |engine, parts| unsafe {
+        self.call((call, 0), sound, stream, |engine, parts| unsafe {
             engine.exchange_parts(call, places, &parts, dtype)
         })
     }
@@ -172,13 +192,16 @@ impl Engine for SpanningEngine {
         places: (Place, Place),
         rows: &SplitRows,
         splits: &SplitsAt,
-        _: &Stream,
+        stream: &Stream,
     ) -> Result<()> {
+        if self.device.is_some() {
+            return Err(self.decline_across("an all-to-all with splits on the device"));
+        }
         let call = CallDescription::new(OpType::AllToAllV).elements(rows.dtype, rows.row);
         // SAFETY: the caller promised that the splits are readable for a count for each rank.
         let sound = unsafe { self.check_rows(places, rows, splits) };
         let mut arrived = 0;
-        self.call(call, sound, |engine, (send, size)| {
+        self.call((call, 0), sound, stream, |engine, (send, size)| {
             // SAFETY: the caller promised that the places are there for `rows`, and the arrays of splits for a count for
             // each rank.
             arrived = unsafe { engine.exchange_splits(call, places, (&send, size), rows, splits) }?;
@@ -204,11 +227,13 @@ impl Engine for SpanningEngine {
     }
 
     unsafe fn dispatch(&mut self, call: &ExpertCall, _: &Stream) -> Result<()> {
+        self.refuse_experts()?;
         // SAFETY: the caller promised what `dispatch` asks.
         unsafe { self.dispatch_over_hosts(call) }
     }
 
     unsafe fn dispatch_exact(&mut self, call: &ExpertCall, _: &Stream) -> Result<ReceivedSizes> {
+        self.refuse_experts()?;
         // SAFETY: the caller promised what `dispatch` asks.
         unsafe { self.dispatch_over_hosts(call) }?;
         // SAFETY: the caller promised the handle, which the dispatch has written.
@@ -216,21 +241,50 @@ impl Engine for SpanningEngine {
     }
 
     unsafe fn combine(&mut self, call: &ExpertCall, _: &Stream) -> Result<()> {
+        self.refuse_experts()?;
         // SAFETY: the caller promised what `combine` asks.
         unsafe { self.combine_over_hosts(call) }
     }
 
-    fn barrier(&mut self, _: &Stream) -> Result<()> {
+    unsafe fn copy_local(&mut self, _: *mut u8, _: *const u8, _: usize, _: &Stream) -> Result<()> {
+        Err(self.not_across("a copy"))
+    }
+
+    unsafe fn reduce_local(&mut self, _: &LocalReduction<'_>, _: &Stream) -> Result<()> {
+        Err(self.not_across("a reduction of one rank"))
+    }
+
+    fn barrier(&mut self, stream: &Stream) -> Result<()> {
         // An agreement is a barrier.
-        self.call(CallDescription::new(OpType::Barrier), Ok(()), |_, ()| Ok(()))
+        self.meet_all(CallDescription::new(OpType::Barrier), stream)
     }
 
     unsafe fn measured_barrier(&mut self, _: *mut i64, _: &Stream) -> Result<()> {
         Err(self.decline_across("a measured barrier"))
     }
 
-    /// Calls are over when they return.
-    fn synchronize(&mut self, _: &Stream) -> Result<()> {
+    /// In host memory calls are over when they return.
+    fn synchronize(&mut self, stream: &Stream) -> Result<()> {
+        if self.device.is_some() && self.failed.get().is_none() {
+            let ended = self.inner.synchronize(stream).map_err(|why| self.in_group(why));
+            // Errors between hosts come first.
+            self.look_back()?;
+            ended.map_err(|why| self.fail(why))?;
+        }
         SpanningEngine::ready(self)
+    }
+
+    fn extend_order(&mut self, stream: &Stream) -> Result<()> {
+        self.inner.extend_order(stream)
+    }
+
+    fn forget_stream(&mut self, stream: &Stream) -> Result<()> {
+        self.inner.forget_stream(stream)
+    }
+
+    fn set_sm_budget(&mut self, most: Option<u32>) {
+        if let Some(device) = &self.device {
+            self.inner.set_sm_budget(sms_inside(device, most));
+        }
     }
 }

@@ -10,6 +10,9 @@
 //! The outer engine only moves bytes. Reductions are made here, in the order of hosts, so results have the same bits in every
 //! run, at every size and on every rank, whatever the outer engine. A host's partial result is rounded to the element type.
 //!
+//! On devices calls are work on streams: copies and reductions of the engine inside the host, transfers of the outer engine, and the
+//! collectives inside. Small calls go by no leader there.
+//!
 //! Waits inside a host sleep soon, as threads of the outer engine need the cores.
 //!
 //! | file | holds |
@@ -17,6 +20,7 @@
 //! | `state` | the state, and how a call begins and ends |
 //! | `agreement`, `notice_board` | how all hosts agree on a call before its bytes leave one, and how a host's ranks learn why not |
 //! | `host_message` | the message by which they do, and the state of that |
+//! | `on_device`, `call_records` | calls on devices, and how hosts compare those behind them |
 //! | `phases` | how long phases take |
 //! | `checks` | what a rank checks of its own arguments |
 //! | `ranks` | where ranks are |
@@ -30,6 +34,7 @@
 //! | `interface` | the engine, as communicators use it |
 
 mod agreement;
+mod call_records;
 mod checks;
 mod exchange;
 mod experts;
@@ -38,6 +43,7 @@ mod interface;
 mod leaders;
 mod moves;
 mod notice_board;
+mod on_device;
 mod phases;
 mod ranks;
 mod reductions;
@@ -48,5 +54,5 @@ mod uneven;
 mod ways;
 
 pub(crate) use experts::combine_areas;
-pub(crate) use staging::STAGING_BYTES;
+pub(crate) use staging::staging_bytes;
 pub(crate) use state::{SpanningEngine, not_across};

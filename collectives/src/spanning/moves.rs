@@ -2,9 +2,8 @@
 
 #![allow(unsafe_code)] // hands raw buffers to engines
 
-use symmpool_allocator::Result;
+use symmpool_allocator::{Result, Stream};
 
-use super::exchange::{pack, unpack};
 use super::ranks::Route;
 use super::staging::{PACKED_BYTES, STAGING, elements_of};
 use super::state::SpanningEngine;
@@ -27,7 +26,7 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
-    pub(super) unsafe fn all_gather(&mut self, given: &Arguments) -> Result<()> {
+    pub(super) unsafe fn all_gather(&mut self, given: &Arguments, stream: &Stream) -> Result<()> {
         let Arguments { input, output, count, dtype, .. } = *given;
         let (route, size, world) = (self.route(), dtype.size(), self.ranks.world());
         let width = self.width(route);
@@ -41,13 +40,13 @@ impl SpanningEngine {
             if is_part {
                 let own = self.staging.whole().take(bytes);
                 // SAFETY: the caller promised that the input is there; staging, which has room for it, does not overlap it.
-                unsafe { input.copy_to_nonoverlapping(own.at, bytes) };
+                unsafe { self.copy((input, own.at), bytes, stream) }?;
                 input = own.at;
             }
             let gather = Transfer::AllGather { output: to, input, bytes };
             // SAFETY: the caller promised that input and output are there, which do not overlap; the call waits for the
             // transfer or ends it.
-            return unsafe { self.transfer(route, gather) };
+            return unsafe { self.transfer(route, gather, stream) };
         }
         // Parts of one host lie side by side in the output, so they are gathered there.
         let in_place = self.ranks.is_blocked
@@ -64,18 +63,20 @@ impl SpanningEngine {
             // The input may be part of the output.
             let (own, across) = (slot.take(bytes), slot.take(width * bytes));
             // SAFETY: the caller promised that the input is there; staging is the engine's.
-            unsafe { from.wrapping_add(done * size).copy_to_nonoverlapping(own.at, bytes) };
+            unsafe { self.copy((from.wrapping_add(done * size), own.at), bytes, stream) }?;
             let gather = Transfer::AllGather { output: across.at, input: own.at, bytes };
             // SAFETY: staging has room for these bytes of each rank, the caller promised the rest, and the call waits
             // for the transfer or ends it.
-            unsafe { self.transfer(route, gather) }?;
+            unsafe { self.transfer(route, gather, stream) }?;
             let what = (some, dtype, ReduceOp::Sum);
             if in_place && inside > 1 {
                 for host in 0..width {
                     let from = across.place.offset_by((host * bytes) as u64);
                     let to = output.offset_by((host * inside * bytes) as u64);
                     // SAFETY: the caller promised that the output is there for all parts; staging is the engine's.
-                    unsafe { self.inside(StandardCollective::AllGather, (from, to), what, 0) }?;
+                    unsafe {
+                        self.inside(StandardCollective::AllGather, (from, to), what, 0, stream)
+                    }?;
                 }
                 return Ok(());
             }
@@ -84,14 +85,14 @@ impl SpanningEngine {
                 let what = (width * some, dtype, ReduceOp::Sum);
                 let places = (across.place, all.place);
                 // SAFETY: staging is the engine's, and long enough.
-                unsafe { self.inside(StandardCollective::AllGather, places, what, 0) }?;
+                unsafe { self.inside(StandardCollective::AllGather, places, what, 0, stream) }?;
                 all
             } else {
                 across
             };
             let parts = (to.wrapping_add(done * size), count * size);
             // SAFETY: the caller promised that the output is there for all parts; staging does not overlap it.
-            unsafe { unpack(all.at, &order, bytes, parts) };
+            unsafe { self.unpack_parts(all.at, &order, bytes, parts, stream) }?;
             done += some;
         }
         Ok(())
@@ -102,13 +103,15 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
-    pub(super) unsafe fn broadcast(&mut self, given: &Arguments) -> Result<()> {
+    pub(super) unsafe fn broadcast(&mut self, given: &Arguments, stream: &Stream) -> Result<()> {
         let Arguments { output, count, dtype, root, .. } = *given;
         let route = self.route();
         let (bytes, data) = (count * dtype.size(), self.address(output));
         if route == Route::Flat {
             // SAFETY: the caller promised that the data is there; the call waits for the transfer, or ends it.
-            return unsafe { self.transfer(route, Transfer::Broadcast { data, bytes, root }) };
+            return unsafe {
+                self.transfer(route, Transfer::Broadcast { data, bytes, root }, stream)
+            };
         }
         let (index, home) = (self.ranks.index_of(root), self.ranks.hosts.of(root));
         let inside = self.ranks.local_world();
@@ -117,32 +120,34 @@ impl SpanningEngine {
             if self.ranks.index == index {
                 let move_all = Transfer::Broadcast { data, bytes, root: home };
                 // SAFETY: the caller promised that the data is there on every rank until the call has returned.
-                unsafe { self.transfer(route, move_all) }?;
+                unsafe { self.transfer(route, move_all, stream) }?;
             } else {
                 // All ranks of a host know that a call fails before they go on inside it.
                 self.settle()?;
             }
             // SAFETY: the caller promised that the data is there on every rank until the call has returned.
             return unsafe {
-                self.inside(StandardCollective::Broadcast, (output, output), whole, index)
+                self.inside(StandardCollective::Broadcast, (output, output), whole, index, stream)
             };
         }
         let part = bytes / inside;
         if self.ranks.host == home {
             // SAFETY: the caller promised that the data is there on every rank until the call has returned.
-            unsafe { self.inside(StandardCollective::Broadcast, (output, output), whole, index) }?;
+            unsafe {
+                self.inside(StandardCollective::Broadcast, (output, output), whole, index, stream)
+            }?;
         }
         // Each rank of the root's host sends a part to the ranks of its index.
         let skip = self.ranks.index as usize * part;
         let own = Transfer::Broadcast { data: data.wrapping_add(skip), bytes: part, root: home };
         // SAFETY: the caller promised that the data is there on every rank until the call has returned.
-        unsafe { self.transfer(route, own) }?;
+        unsafe { self.transfer(route, own, stream) }?;
         if self.ranks.host != home {
             let places = (output.offset_by(skip as u64), output);
             let what = (count / inside, dtype, ReduceOp::Sum);
             // SAFETY: the caller promised that the data is there on every rank; each rank's input is its part of the
             // output.
-            unsafe { self.inside(StandardCollective::AllGather, places, what, 0) }?;
+            unsafe { self.inside(StandardCollective::AllGather, places, what, 0, stream) }?;
         }
         Ok(())
     }
@@ -152,7 +157,7 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
-    pub(super) unsafe fn all_to_all(&mut self, given: &Arguments) -> Result<()> {
+    pub(super) unsafe fn all_to_all(&mut self, given: &Arguments, stream: &Stream) -> Result<()> {
         let Arguments { input, output, count, dtype, .. } = *given;
         let (route, size, world) = (self.route(), dtype.size(), self.ranks.world());
         let (from, to) = (self.address(input), self.address(output));
@@ -162,14 +167,14 @@ impl SpanningEngine {
                 Transfer::AllToAll { output: to, input: from, send: &parts, receive: &parts };
             // SAFETY: the caller promised that input and output are there and do not overlap; the call waits for the
             // transfer, or ends it.
-            return unsafe { self.transfer(route, exchange) };
+            return unsafe { self.transfer(route, exchange, stream) };
         }
         let (inside, hosts) = (self.ranks.local_world(), self.ranks.host_count());
         // Where parts for other hosts are large, and one piece in input and output, nothing needs to be copied.
         let home = self.ranks.host as usize;
         if self.ranks.is_blocked && hosts == 2 && count * size >= DIRECT_BYTES {
             // SAFETY: the caller promised that input and output are there and do not overlap.
-            return unsafe { self.all_to_all_directly((input, output), count, dtype) };
+            return unsafe { self.all_to_all_directly((input, output), count, dtype, stream) };
         }
         let in_place = self.ranks.is_blocked
             && world * count * size > PACKED_BYTES
@@ -192,25 +197,25 @@ impl SpanningEngine {
                     let places = (input.offset_by(skip), to.offset_by(skip));
                     let what = (some, dtype, ReduceOp::Sum);
                     // SAFETY: the caller promised that input and output are there for all parts; staging is the engine's.
-                    unsafe { self.inside(StandardCollective::AllToAll, places, what, 0) }?;
+                    unsafe { self.inside(StandardCollective::AllToAll, places, what, 0, stream) }?;
                 }
             } else {
                 let (packed, mixed) = (slot.take(world * bytes), slot.take(world * bytes));
                 let parts = (from.wrapping_add(done * size).cast_const(), count * size);
                 // SAFETY: the caller promised that the input is there for all parts; staging, which has room for them,
                 // does not overlap it.
-                unsafe { pack(parts, &order, bytes, packed.at) };
+                unsafe { self.pack_parts(parts, &order, bytes, packed.at, stream) }?;
                 let what = (hosts * some, dtype, ReduceOp::Sum);
                 let places = (packed.place, mixed.place);
                 // SAFETY: staging is the engine's, and long enough.
-                unsafe { self.inside(StandardCollective::AllToAll, places, what, 0) }?;
+                unsafe { self.inside(StandardCollective::AllToAll, places, what, 0, stream) }?;
                 for (host, index) in
                     (0..hosts).flat_map(|host| (0..inside).map(move |at| (host, at)))
                 {
                     let source = mixed.at.wrapping_add((index * hosts + host) * bytes);
                     let target = sent.at.wrapping_add((host * inside + index) * bytes);
                     // SAFETY: all parts of staging have room for the elements of all ranks, and do not overlap.
-                    unsafe { source.copy_to_nonoverlapping(target, bytes) };
+                    unsafe { self.copy((source, target), bytes, stream) }?;
                 }
             }
             let mut parts = vec![inside * bytes; hosts];
@@ -228,11 +233,11 @@ impl SpanningEngine {
             };
             // SAFETY: staging has room for these bytes of each rank, the caller promised the rest, and the call waits
             // for the transfer or ends it.
-            unsafe { self.transfer(route, exchange) }?;
+            unsafe { self.transfer(route, exchange, stream) }?;
             if !in_place {
                 let parts = (to.wrapping_add(done * size), count * size);
                 // SAFETY: the caller promised that the output is there for all parts; staging does not overlap it.
-                unsafe { unpack(arrived, &by_host, bytes, parts) };
+                unsafe { self.unpack_parts(arrived, &by_host, bytes, parts, stream) }?;
             }
             done += some;
         }
@@ -250,6 +255,7 @@ impl SpanningEngine {
         (input, output): (Place, Place),
         count: usize,
         dtype: DType,
+        stream: &Stream,
     ) -> Result<()> {
         let (world, inside, bytes) =
             (self.ranks.world(), self.ranks.local_world(), count * dtype.size());
@@ -266,11 +272,11 @@ impl SpanningEngine {
         };
         // SAFETY: the caller promised that input and output are there for all parts, of which these are half; the call
         // finishes the transfer, or ends it.
-        let ticket = unsafe { self.begin(Route::Flat, exchange) }?;
+        let ticket = unsafe { self.begin_on(Route::Flat, exchange, stream) }?;
         let places = (input.offset_by(here as u64), output.offset_by(here as u64));
         let what = (count, dtype, ReduceOp::Sum);
         // SAFETY: the caller promised that input and output are there for all parts; these are the other half.
-        unsafe { self.inside(StandardCollective::AllToAll, places, what, 0) }?;
-        self.finish(Route::Flat, ticket)
+        unsafe { self.inside(StandardCollective::AllToAll, places, what, 0, stream) }?;
+        self.finish_on(Route::Flat, ticket, stream)
     }
 }

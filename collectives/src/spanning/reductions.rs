@@ -2,9 +2,9 @@
 
 #![allow(unsafe_code)] // hands raw buffers to engines
 
-use symmpool_allocator::Result;
+use symmpool_allocator::{Result, Stream};
 
-use super::exchange::{HostReduction, pack};
+use super::exchange::HostReduction;
 use super::ranks::Route;
 use super::staging::{
     PACKED_BYTES, PART_BYTES, SLOT_BYTES, SLOTS, STAGING, StagingPart, elements_of,
@@ -36,12 +36,12 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
-    pub(super) unsafe fn all_reduce(&mut self, given: &Arguments) -> Result<()> {
+    pub(super) unsafe fn all_reduce(&mut self, given: &Arguments, stream: &Stream) -> Result<()> {
         let Arguments { input, output, count, dtype, op, .. } = *given;
         let reduction = self.reduction("all_reduce", dtype, op)?;
         if self.divides_unevenly(dtype, op) {
             // SAFETY: the caller promised that input and output are there for `count` elements.
-            return unsafe { self.all_reduce_uneven(given, &reduction) };
+            return unsafe { self.all_reduce_uneven(given, &reduction, stream) };
         }
         let size = dtype.size();
         let route = self.reduction_route(dtype, op);
@@ -51,7 +51,9 @@ impl SpanningEngine {
         let large = if count * size <= SMALL_BYTES { 0 } else { count / grain * grain };
         if large > 0 {
             // SAFETY: the caller promised that input and output are there for `count` elements.
-            unsafe { self.all_reduce_large((input, output), large, grain, &reduction, route) }?;
+            unsafe {
+                self.all_reduce_large((input, output), large, grain, &reduction, route, stream)
+            }?;
         }
         let mut done = large;
         // Staging holds a small call's elements of each rank of the outer engine.
@@ -62,7 +64,7 @@ impl SpanningEngine {
             let places = (input.offset_by(skip), output.offset_by(skip));
             // SAFETY: the caller promised that input and output are there for `count` elements, of which these are
             // some.
-            unsafe { self.all_reduce_small(places, some, &reduction, route) }?;
+            unsafe { self.all_reduce_small(places, some, &reduction, route, stream) }?;
             done += some;
         }
         Ok(())
@@ -77,6 +79,7 @@ impl SpanningEngine {
         count: usize,
         reduction: &HostReduction,
         route: Route,
+        stream: &Stream,
     ) -> Result<()> {
         let (width, bytes) = (self.width(route), count * reduction.dtype.size());
         let mut slot = self.staging.slot(0);
@@ -84,7 +87,9 @@ impl SpanningEngine {
         let from = if route == Route::Rail {
             let what = (count, reduction.dtype, reduction.inside);
             // SAFETY: the caller promised that the input is there; staging is the engine's, and long enough.
-            unsafe { self.inside(StandardCollective::AllReduce, (input, own.place), what, 0) }?;
+            unsafe {
+                self.inside(StandardCollective::AllReduce, (input, own.place), what, 0, stream)
+            }?;
             own.at
         } else {
             self.address(input)
@@ -92,10 +97,12 @@ impl SpanningEngine {
         let gather = Transfer::AllGather { output: all.at, input: from, bytes };
         // SAFETY: staging has room for this, the caller promised that the input is there, and the call waits for the
         // transfer or ends it.
-        unsafe { self.transfer(route, gather) }?;
+        unsafe { self.transfer(route, gather, stream) }?;
         // SAFETY: the arrays lie in staging one behind the other; the caller promised that the output, which is
         // elsewhere, is there.
-        unsafe { reduction.reduce(all.at, width, count, self.address(output)) };
+        unsafe {
+            self.reduce_row(reduction, (all.at, width), count, self.address(output), stream)
+        }?;
         Ok(())
     }
 
@@ -112,6 +119,7 @@ impl SpanningEngine {
         grain: usize,
         reduction: &HostReduction,
         route: Route,
+        stream: &Stream,
     ) -> Result<()> {
         let (size, width) = (reduction.dtype.size(), self.width(route));
         let inside = grain / width;
@@ -131,14 +139,20 @@ impl SpanningEngine {
                 // SAFETY: the caller promised that the input is there; staging is the engine's, and long enough, and the
                 // chunk that had this part of it has ended.
                 let begun = unsafe {
-                    self.begin_chunk((from, count / inside), (part, arrived), reduction, route)
+                    self.begin_chunk(
+                        (from, count / inside),
+                        (part, arrived),
+                        reduction,
+                        route,
+                        stream,
+                    )
                 };
                 arriving[turn % SLOTS] =
                     Some(Chunk { first, count, part, arrived, ticket: begun? });
             }
             if let Some(chunk) = (turn >= 1).then(|| arriving[(turn - 1) % SLOTS].take()).flatten()
             {
-                self.finish(route, chunk.ticket)?;
+                self.finish_on(route, chunk.ticket, stream)?;
                 let to = match inside {
                     1 => self.address(output.offset_by((chunk.first * size) as u64)),
                     _ => chunk.part.at,
@@ -152,13 +166,21 @@ impl SpanningEngine {
                     }
                     // SAFETY: the parts of both ranks are there, and are no longer sent; the result goes where this rank's
                     // part is, or to the output, which the caller promised.
-                    unsafe { reduction.reduce_hosts(&parts, chunk.count / inside, to) };
+                    unsafe { self.reduce(reduction, &parts, chunk.count / inside, to, stream) }?;
                     None
                 } else {
                     let piece = chunk.count / grain;
                     // SAFETY: pieces of all hosts lie one behind the other in staging, and the first is where the result
                     // goes.
-                    unsafe { reduction.reduce(chunk.arrived.at, width, piece, chunk.arrived.at) };
+                    unsafe {
+                        self.reduce_row(
+                            reduction,
+                            (chunk.arrived.at, width),
+                            piece,
+                            chunk.arrived.at,
+                            stream,
+                        )
+                    }?;
                     let gather = Transfer::AllGather {
                         output: to,
                         input: chunk.arrived.at,
@@ -166,7 +188,7 @@ impl SpanningEngine {
                     };
                     // SAFETY: the part is no longer sent; the output is there for the chunk, and nobody else uses it. The
                     // call finishes the transfer, or ends it.
-                    Some(unsafe { self.begin(route, gather) }?)
+                    Some(unsafe { self.begin_on(route, gather, stream) }?)
                 };
                 returning[(turn - 1) % SLOTS] = Some((chunk, ticket));
             }
@@ -174,14 +196,20 @@ impl SpanningEngine {
                 (turn >= 2).then(|| returning[(turn - 2) % SLOTS].take()).flatten()
             {
                 if let Some(ticket) = ticket {
-                    self.finish(route, ticket)?;
+                    self.finish_on(route, ticket, stream)?;
                 }
                 if inside > 1 {
                     let to = output.offset_by((chunk.first * size) as u64);
                     let what = (chunk.count / inside, reduction.dtype, ReduceOp::Sum);
                     // SAFETY: the caller promised that the output is there; the part is the engine's.
                     unsafe {
-                        self.inside(StandardCollective::AllGather, (chunk.part.place, to), what, 0)
+                        self.inside(
+                            StandardCollective::AllGather,
+                            (chunk.part.place, to),
+                            what,
+                            0,
+                            stream,
+                        )
                     }?;
                 }
             }
@@ -200,13 +228,14 @@ impl SpanningEngine {
         (part, arrived): (StagingPart, StagingPart),
         reduction: &HostReduction,
         route: Route,
+        stream: &Stream,
     ) -> Result<Ticket> {
         let size = reduction.dtype.size();
         let from = if route == Route::Rail {
             let what = (part_count, reduction.dtype, reduction.inside);
             // SAFETY: the caller promised that input and part are there for the call's lengths.
             unsafe {
-                self.inside(StandardCollective::ReduceScatter, (input, part.place), what, 0)
+                self.inside(StandardCollective::ReduceScatter, (input, part.place), what, 0, stream)
             }?;
             part.at
         } else {
@@ -223,7 +252,7 @@ impl SpanningEngine {
         let exchange =
             Transfer::AllToAll { output: arrived.at, input: from, send: &pieces, receive: &pieces };
         // SAFETY: the caller promised that the memory is not in use; the call finishes the transfer, or ends it.
-        unsafe { self.begin(route, exchange) }
+        unsafe { self.begin_on(route, exchange, stream) }
     }
 
     /// Reduce-scatter: rank `r` gets the reduction of all ranks' part `r`, of `count` elements.
@@ -231,12 +260,16 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
-    pub(super) unsafe fn reduce_scatter(&mut self, given: &Arguments) -> Result<()> {
+    pub(super) unsafe fn reduce_scatter(
+        &mut self,
+        given: &Arguments,
+        stream: &Stream,
+    ) -> Result<()> {
         let Arguments { input, output, count, dtype, op, .. } = *given;
         let reduction = self.reduction("reduce_scatter", dtype, op)?;
         if self.divides_unevenly(dtype, op) {
             // SAFETY: the caller promised that input and output are there for their parts of `count` elements.
-            return unsafe { self.reduce_scatter_uneven(given, &reduction) };
+            return unsafe { self.reduce_scatter_uneven(given, &reduction, stream) };
         }
         let size = dtype.size();
         let route = self.reduction_route(dtype, op);
@@ -262,7 +295,9 @@ impl SpanningEngine {
                     let from = input.offset_by((host * inside * count * size) as u64);
                     let to = own.place.offset_by((host * some * size) as u64);
                     // SAFETY: the caller promised that the input is there for all parts; staging is the engine's.
-                    unsafe { self.inside(StandardCollective::ReduceScatter, (from, to), what, 0) }?;
+                    unsafe {
+                        self.inside(StandardCollective::ReduceScatter, (from, to), what, 0, stream)
+                    }?;
                 }
             } else {
                 let packed = slot.take(world * some * size);
@@ -270,15 +305,17 @@ impl SpanningEngine {
                 let parts = (from.wrapping_add(done * size).cast_const(), count * size);
                 // SAFETY: the caller promised that the input is there for all parts; staging, which has room for them,
                 // does not overlap it.
-                unsafe { pack(parts, &order, some * size, packed.at) };
+                unsafe { self.pack_parts(parts, &order, some * size, packed.at, stream) }?;
                 if inside > 1 {
                     let what = (width * some, dtype, reduction.inside);
                     let places = (packed.place, own.place);
                     // SAFETY: the parts of staging have room for the elements of all ranks, and do not overlap.
-                    unsafe { self.inside(StandardCollective::ReduceScatter, places, what, 0) }?;
+                    unsafe {
+                        self.inside(StandardCollective::ReduceScatter, places, what, 0, stream)
+                    }?;
                 } else {
                     // SAFETY: the parts of staging have room for the elements of all ranks, and do not overlap.
-                    unsafe { packed.at.copy_to_nonoverlapping(own.at, width * some * size) };
+                    unsafe { self.copy((packed.at, own.at), width * some * size, stream) }?;
                 }
             }
             let pieces = vec![some * size; width];
@@ -291,10 +328,10 @@ impl SpanningEngine {
             let to = self.address(output).wrapping_add(done * size);
             // SAFETY: staging has room for this, the caller promised that the input is there, and the call waits for
             // the transfer or ends it.
-            unsafe { self.transfer(route, exchange) }?;
+            unsafe { self.transfer(route, exchange, stream) }?;
             // SAFETY: the arrays lie in staging; the caller promised that the output is there. It may be part of the
             // input, of which these elements are read no more.
-            unsafe { reduction.reduce(arrived.at, width, some, to) };
+            unsafe { self.reduce_row(&reduction, (arrived.at, width), some, to, stream) }?;
             done += some;
         }
         Ok(())

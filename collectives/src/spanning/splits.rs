@@ -138,6 +138,27 @@ impl SpanningEngine {
         made.map_err(|why| self.behind_transfers(why))
     }
 
+    /// All-to-all of so many bytes to and from each rank, which goes from input to output between all ranks: on devices.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Engine`](crate::engine::Engine)'s unsafe methods.
+    pub(super) unsafe fn exchange_directly(
+        &mut self,
+        (input, output): (Place, Place),
+        SplitBytes { send, receive }: &SplitBytes,
+        stream: &Stream,
+    ) -> Result<()> {
+        let exchange = Transfer::AllToAll {
+            output: self.address(output),
+            input: self.address(input),
+            send,
+            receive,
+        };
+        // SAFETY: the caller promised that input and output are there for the sums of their parts.
+        unsafe { self.transfer(Route::Flat, exchange, stream) }
+    }
+
     /// All-to-all of rows whose counts lie in memory. Returns how many rows came, which may be more than had room.
     ///
     /// # Safety
@@ -225,7 +246,7 @@ impl SpanningEngine {
             // SAFETY: both are as long as the call needs, and live until it has returned.
             unsafe {
                 let what = (world, DType::I64, ReduceOp::Sum);
-                self.inside(StandardCollective::AllGather, places, what, 0)
+                self.inside(StandardCollective::AllGather, places, what, 0, &Stream::DEFAULT)
             }?;
             let hosts = 0..self.ranks.host_count();
             let pairs = hosts.flat_map(|host| (0..inside).map(move |peer| (host, peer)));
@@ -242,7 +263,7 @@ impl SpanningEngine {
             receive: &each,
         };
         // SAFETY: both are as long as their parts, and live until the transfer has ended, or is ended behind it.
-        let made = unsafe { self.transfer(route, exchange) };
+        let made = unsafe { self.transfer(route, exchange, &Stream::DEFAULT) };
         made.map_err(|why| self.behind_transfers(why))?;
         let mut received = vec![0; world];
         let senders: Vec<u32> = match route {
@@ -270,7 +291,7 @@ impl SpanningEngine {
         if self.route() == Route::Flat {
             let exchange = Transfer::AllToAll { output: to, input: from, send, receive };
             // SAFETY: the caller promised that input and output are there, and ends the transfer if it fails.
-            return unsafe { self.transfer(Route::Flat, exchange) };
+            return unsafe { self.transfer(Route::Flat, exchange, &Stream::DEFAULT) };
         }
         let (inside, hosts) = (self.ranks.local_world(), self.ranks.host_count());
         let begins = starts(send);
@@ -313,7 +334,7 @@ impl SpanningEngine {
             receive: &from_hosts,
         };
         // SAFETY: the vectors are as long as their parts; the caller promised the output, and ends the transfer if it fails.
-        unsafe { self.transfer(Route::Rail, exchange) }?;
+        unsafe { self.transfer(Route::Rail, exchange, &Stream::DEFAULT) }?;
         if !direct {
             let places = starts(receive);
             let mut at = 0;

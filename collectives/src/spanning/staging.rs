@@ -7,8 +7,16 @@ use symmpool_allocator::HeapLayout;
 use super::notice_board::{BOARD_BYTES, NoticeBoard};
 use crate::types::place::Place;
 
-/// Bytes of staging in all. Pages that no call has used take no memory.
-pub(crate) const STAGING_BYTES: u64 = (STAGING + AREAS * AREA_BYTES + BOARD_BYTES) as u64;
+/// Bytes of staging in all, in host memory or on devices. Pages of host memory that no call has used take no memory.
+pub(crate) fn staging_bytes(is_on_device: bool, world: u32) -> u64 {
+    let behind = match is_on_device {
+        false => AREAS * AREA_BYTES + BOARD_BYTES,
+        true => ((world as usize + 1) * RECORD_BYTES).next_multiple_of(4096),
+    };
+    (STAGING + behind) as u64
+}
+/// Bytes of a call's record on a device, a whole number of cache lines.
+pub(super) const RECORD_BYTES: usize = 64;
 /// Chunks under way at once: one in each phase.
 pub(super) const SLOTS: usize = 3;
 /// Bytes that each chunk has.
@@ -55,6 +63,16 @@ impl Staging {
         let area = |nth: u64| self.on_leader(STAGING as u64 + nth * AREA_BYTES as u64);
         let turn = number & 1;
         LeaderAreas { inside: area(turn), leaving: area(2 + turn), arrived: area(4) }
+    }
+
+    /// Memory for this rank's record of a call on a device, and for those of all ranks.
+    pub(super) fn records(&self) -> (StagingPart, StagingPart) {
+        let begin = self.offset + STAGING as u64;
+        let part = |skip: usize| StagingPart {
+            at: self.address(begin + skip as u64),
+            place: Place::Window(begin + skip as u64),
+        };
+        (part(0), part(RECORD_BYTES))
     }
 
     /// The host's notice board.

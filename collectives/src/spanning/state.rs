@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use symmpool_allocator::{Deadline, Error, Group, Hosts, Pool, ProcessId, Result, Stream};
+use symmpool_allocator::{Deadline, Driver, Error, Group, Hosts, Pool, ProcessId, Result, Stream};
 
+use super::call_records::CallRecords;
 use super::experts::{ExpertTransit, Forwarding, TokenScratch};
 use super::host_message::Agreement;
 use super::phases::{Phase, PhaseClock};
@@ -15,9 +16,10 @@ use super::ranks::{RankTable, Route};
 use super::staging::Staging;
 use crate::algorithm::{AUTO, StandardCollective};
 use crate::call::{Arguments, CallDescription, StandardCall, rank_list};
+use crate::cuda::sm_count;
 use crate::engine::{Engine, FailureHandle};
 use crate::host::Isa;
-use crate::outer::Outers;
+use crate::outer::{MAX_OUTER_BLOCKS, Outers};
 use crate::types::place::Place;
 use crate::{DType, PhaseTimes, ReduceOp};
 
@@ -27,10 +29,11 @@ const REASON_WAIT: Duration = Duration::from_secs(2);
 const REASON_LEAVE: Duration = Duration::from_secs(2);
 
 /// Why a communicator fails, and whether its memory may still be in use.
-#[derive(Debug, Default)]
 pub(super) struct SpanningFailure {
     why: OnceLock<Error>,
     keeps_memory: AtomicBool,
+    /// The engine inside the host, which may use its memory longer.
+    inner: Arc<dyn FailureHandle>,
 }
 
 impl SpanningFailure {
@@ -45,7 +48,7 @@ impl FailureHandle for SpanningFailure {
     }
 
     fn leaks(&self) -> bool {
-        self.keeps_memory.load(Ordering::Relaxed)
+        self.keeps_memory.load(Ordering::Relaxed) || self.inner.leaks()
     }
 }
 
@@ -61,8 +64,11 @@ pub(crate) struct SpanningEngine {
     /// Where ranks leave why they stopped, and under which name.
     pub(super) group: Group,
     pub(super) name: String,
-    /// Agreement of all hosts, before a call's bytes leave one.
+    /// Agreement of all hosts, before a call's bytes leave one: in host memory.
     pub(super) agreement: Agreement,
+    /// The device, if the memory is one's, and records of its calls.
+    pub(super) device: Option<Driver>,
+    pub(super) records: Option<CallRecords>,
     /// The timeout that the outer engines have.
     limit: Duration,
     pub(super) maker: ProcessId,
@@ -77,8 +83,9 @@ pub(crate) struct SpanningEngine {
 }
 
 impl SpanningEngine {
-    /// The engine on a pool that spans hosts, in host memory. Its staging is at `staging` in every slot, [`STAGING_BYTES`](super::STAGING_BYTES)
-    /// long, in windows. The commit with that `number` made these windows: no other communicator of the pool has it.
+    /// The engine on a pool that spans hosts. Its staging is at `staging` in every slot, as long as
+    /// [`staging_bytes`](super::staging_bytes) says, in windows. The commit with that `number` made these windows: no other
+    /// communicator of the pool has it.
     pub(crate) fn new(
         pool: &Pool,
         mut inner: Box<dyn Engine>,
@@ -90,14 +97,33 @@ impl SpanningEngine {
         let hosts = ranks.host_count();
         inner.sleep_soon();
         let forwarding = Forwarding::new(&ranks, outers.rail.is_some());
+        let name = format!("communicator of commit {number} at offset {staging:#x}");
+        let staging = Staging::new(pool.layout(), staging);
+        let device = pool.driver().as_cuda().map(|_| pool.driver().clone());
+        let records = match &device {
+            Some(device) => {
+                inner.set_sm_budget(sms_inside(device, None));
+                let width =
+                    if ranks.is_even && outers.rail.is_some() { hosts } else { ranks.world() };
+                Some(CallRecords::new(device, width, staging.records())?)
+            }
+            None => None,
+        };
+        let failed = SpanningFailure {
+            why: OnceLock::new(),
+            keeps_memory: AtomicBool::new(false),
+            inner: inner.failure_handle(),
+        };
         Ok(Self {
             inner,
             outers,
-            staging: Staging::new(pool.layout(), staging),
+            staging,
             isa: Isa::detect(),
-            failed: Arc::default(),
+            failed: Arc::new(failed),
+            device,
+            records,
             group: pool.group().clone(),
-            name: format!("communicator of commit {number} at offset {staging:#x}"),
+            name,
             agreement: Agreement::new(hosts),
             limit: Duration::ZERO,
             maker: ProcessId::here(),
@@ -116,10 +142,14 @@ impl SpanningEngine {
     /// it on all ranks: hosts do not see each other's steps, so none knows what others have done.
     pub(super) fn call<T>(
         &mut self,
-        call: CallDescription,
+        (call, bytes): (CallDescription, u64),
         own: Result<T>,
+        stream: &Stream,
         run: impl FnOnce(&mut Self, T) -> Result<()>,
     ) -> Result<()> {
+        if self.device.is_some() {
+            return self.call_on_device((call, bytes), own, stream, run);
+        }
         self.call_behind(own, |engine, own| {
             engine.enter(call, |_| ())?;
             engine.announce()?;
@@ -130,8 +160,11 @@ impl SpanningEngine {
     }
 
     /// Waits until every rank of every host has come to a call without data.
-    pub(crate) fn meet_all(&mut self, call: CallDescription) -> Result<()> {
-        self.call(call, Ok(()), |_, ()| Ok(()))
+    pub(crate) fn meet_all(&mut self, call: CallDescription, stream: &Stream) -> Result<()> {
+        if self.device.is_some() {
+            return self.barrier_on_device(call, stream);
+        }
+        self.call((call, 0), Ok(()), stream, |_, ()| Ok(()))
     }
 
     /// [`Self::call`] that enters the call itself.
@@ -146,6 +179,17 @@ impl SpanningEngine {
             Ok(_) if self.rehearses => return Ok(()),
             Ok(own) => own,
         };
+        self.pass_timeout();
+        self.agreement.take_shared();
+        let began = Instant::now();
+        let made = run(self, own);
+        self.clock.times.total += began.elapsed();
+        self.clock.times.calls += u64::from(made.is_ok());
+        made.map_err(|why| if self.agreement.take_shared() { why } else { self.fail(why) })
+    }
+
+    /// Gives the outer engines the communicator's timeout.
+    pub(super) fn pass_timeout(&mut self) {
         let limit = self.inner.timeout().get();
         if limit != self.limit {
             self.limit = limit;
@@ -154,12 +198,6 @@ impl SpanningEngine {
             }
             self.outers.flat.set_timeout(limit);
         }
-        self.agreement.take_shared();
-        let began = Instant::now();
-        let made = run(self, own);
-        self.clock.times.total += began.elapsed();
-        self.clock.times.calls += u64::from(made.is_ok());
-        made.map_err(|why| if self.agreement.take_shared() { why } else { self.fail(why) })
     }
 
     /// Time of this rank's calls so far.
@@ -177,10 +215,13 @@ impl SpanningEngine {
 
     pub(super) fn ready(&mut self) -> Result<()> {
         self.maker.check("a communicator")?;
-        match self.failed.get() {
-            Some(why) => Err(why.clone()),
-            None => self.inner.ready().map_err(|why| self.in_group(why)),
+        if let Some(why) = self.failed.get() {
+            return Err(why.clone());
         }
+        if self.device.is_some() {
+            self.look_back()?;
+        }
+        self.inner.ready().map_err(|why| self.in_group(why))
     }
 
     /// Ends the communicator on all ranks. Returns why, which is another rank's reason where that came first.
@@ -279,13 +320,14 @@ impl SpanningEngine {
         (input, output): (Place, Place),
         (count, dtype, op): (usize, DType, ReduceOp),
         root: u32,
+        stream: &Stream,
     ) -> Result<()> {
         let arguments = Arguments { input, output, count, dtype, op, root };
         let call = StandardCall { collective, algorithm: AUTO, arguments };
         let made = self.timed(Phase::inside(collective), |engine| {
             // SAFETY: the caller promised that the places are readable or writable for these lengths until the call returns
             // on every rank of the host.
-            unsafe { engine.inner.run(&call, &Stream::DEFAULT) }
+            unsafe { engine.inner.run(&call, stream) }
         });
         made.map_err(|error| self.in_group(error))
     }
@@ -326,7 +368,8 @@ impl SpanningEngine {
     /// Refuses a call that reaches the ranks of one host only. The other ranks get an error too.
     pub(crate) fn decline_across(&mut self, what: &str) -> Error {
         let why = self.not_across(what);
-        self.decline(why, &Stream::DEFAULT)
+        // Every rank refuses such a call; on a device, to decline it would end the communicator.
+        if self.device.is_some() { why } else { self.decline(why, &Stream::DEFAULT) }
     }
 
     /// Ends a transfer that failed, before its memory is given back. Returns what to report.
@@ -343,8 +386,18 @@ impl SpanningEngine {
 impl Drop for SpanningEngine {
     /// Ends all transfers before their memory is given back. A forked child leaves its parent's alone.
     fn drop(&mut self) {
-        if self.maker.is_here() {
+        if !self.maker.is_here() {
+            return;
+        }
+        // On a device calls go on behind the host's back: they end by themselves, unless the communicator has failed.
+        let is_done = self.device.is_none() || self.device_is_done();
+        if self.device.is_none() || self.failed.get().is_some() || !is_done {
             self.abort();
+        }
+        match &mut self.records {
+            Some(records) if is_done => records.end(),
+            Some(_) => self.failed.keeps_memory.store(true, Ordering::Relaxed),
+            None => {}
         }
     }
 }
@@ -357,6 +410,15 @@ pub(crate) fn not_across(what: &str, hosts: &Hosts, rank: u32) -> Error {
         hosts.name(hosts.of(rank)),
         hosts.count()
     ))
+}
+
+/// SMs that calls inside a host take at most, where a program wants no more than `most`: NCCL's kernels wait for other hosts while
+/// those of the host's calls wait for its ranks, so each must find room beside the other.
+pub(super) fn sms_inside(device: &Driver, most: Option<u32>) -> Option<u32> {
+    // A device that does not say how many it has says so to the kernels' launches, too.
+    let all = sm_count(device).ok()?;
+    let rest = all.saturating_sub(2 * MAX_OUTER_BLOCKS).max(all / 2).max(1);
+    Some(most.map_or(rest, |most| most.min(rest)))
 }
 
 /// Refuses outer engines that are not those of this rank.

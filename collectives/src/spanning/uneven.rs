@@ -8,9 +8,9 @@
 
 #![allow(unsafe_code)] // hands raw buffers to engines
 
-use symmpool_allocator::Result;
+use symmpool_allocator::{Result, Stream};
 
-use super::exchange::{HostReduction, pack};
+use super::exchange::HostReduction;
 use super::ranks::Route;
 use super::staging::{PART_BYTES, SLOT_BYTES, STAGING, StagingPart, elements_of};
 use super::state::SpanningEngine;
@@ -44,6 +44,7 @@ impl SpanningEngine {
         &mut self,
         given: &Arguments,
         reduction: &HostReduction,
+        stream: &Stream,
     ) -> Result<()> {
         let Arguments { input, output, count, dtype, .. } = *given;
         let (size, hosts) = (dtype.size(), self.ranks.host_count());
@@ -60,7 +61,13 @@ impl SpanningEngine {
                 let from = input.offset_by((first * size) as u64);
                 // SAFETY: the caller promised that the input is there; the chunk that had this part of staging has ended.
                 let chunk = unsafe {
-                    self.begin_uneven(from, (turn, first), most.min(large - first), reduction)
+                    self.begin_uneven(
+                        from,
+                        (turn, first),
+                        most.min(large - first),
+                        reduction,
+                        stream,
+                    )
                 };
                 Some(chunk?)
             } else {
@@ -69,7 +76,7 @@ impl SpanningEngine {
             if let Some(chunk) = begun {
                 let to = output.offset_by((chunk.first * size) as u64);
                 // SAFETY: the caller promised that the output is there for the chunk.
-                unsafe { self.end_uneven(&chunk, to, reduction) }?;
+                unsafe { self.end_uneven(&chunk, to, reduction, stream) }?;
             }
             begun = next;
         }
@@ -80,7 +87,7 @@ impl SpanningEngine {
             let skip = (done * size) as u64;
             let places = (input.offset_by(skip), output.offset_by(skip));
             // SAFETY: the caller promised that input and output are there for `count` elements, of which these are some.
-            unsafe { self.all_reduce_rest(places, some, reduction) }?;
+            unsafe { self.all_reduce_rest(places, some, reduction, stream) }?;
             done += some;
         }
         Ok(())
@@ -95,6 +102,7 @@ impl SpanningEngine {
         &mut self,
         given: &Arguments,
         reduction: &HostReduction,
+        stream: &Stream,
     ) -> Result<()> {
         let Arguments { input, output, count, dtype, .. } = *given;
         let (size, world, hosts) = (dtype.size(), self.ranks.world(), self.ranks.host_count());
@@ -107,7 +115,9 @@ impl SpanningEngine {
             let some = most.min(large - done);
             let parts = (from.wrapping_add(done * size), count * size);
             // SAFETY: the caller promised that the input is there for all parts, and the output for its elements.
-            unsafe { self.scatter_chunk(parts, some, to.wrapping_add(done * size), reduction) }?;
+            unsafe {
+                self.scatter_chunk(parts, some, to.wrapping_add(done * size), reduction, stream)
+            }?;
             done += some;
         }
         // Behind these, as many elements of each part as staging has room for are reduced on all ranks.
@@ -120,12 +130,14 @@ impl SpanningEngine {
             let parts = (from.wrapping_add(done * size), count * size);
             // SAFETY: the caller promised that the input is there for all parts; staging, which has room for them, does not
             // overlap it.
-            unsafe { pack(parts, &all, some * size, whole.at) };
+            unsafe { self.pack_parts(parts, &all, some * size, whole.at, stream) }?;
             // SAFETY: the packed parts are the engine's.
-            unsafe { self.all_reduce_rest((whole.place, whole.place), world * some, reduction) }?;
+            unsafe {
+                self.all_reduce_rest((whole.place, whole.place), world * some, reduction, stream)
+            }?;
             let own = whole.at.wrapping_add(self.ranks.rank as usize * some * size).cast_const();
             // SAFETY: the caller promised that the output is there for its elements; staging does not overlap it.
-            unsafe { own.copy_to_nonoverlapping(to.wrapping_add(done * size), some * size) };
+            unsafe { self.copy((own, to.wrapping_add(done * size)), some * size, stream) }?;
             done += some;
         }
         Ok(())
@@ -143,6 +155,7 @@ impl SpanningEngine {
         some: usize,
         to: *mut u8,
         reduction: &HostReduction,
+        stream: &Stream,
     ) -> Result<()> {
         let (size, inside) = (reduction.dtype.size(), self.ranks.local_world());
         let (world, hosts) = (self.ranks.world(), self.ranks.host_count());
@@ -156,7 +169,7 @@ impl SpanningEngine {
         for (ranks, to) in [(&near, packed.at), (&far, packed.at.wrapping_add(behind))] {
             // SAFETY: the caller promised that the input is there for all parts; staging, which has room for them, does not
             // overlap it.
-            unsafe { pack((from, pitch), ranks, bytes, to) };
+            unsafe { self.pack_parts((from, pitch), ranks, bytes, to, stream) }?;
         }
         let each = far.len() * some / inside;
         let far_place = packed.place.offset_by(behind as u64);
@@ -165,7 +178,9 @@ impl SpanningEngine {
         {
             let what = (count, reduction.dtype, reduction.inside);
             // SAFETY: the parts of staging have room for the elements of all ranks, and do not overlap.
-            unsafe { self.inside(StandardCollective::ReduceScatter, (input, output), what, 0) }?;
+            unsafe {
+                self.inside(StandardCollective::ReduceScatter, (input, output), what, 0, stream)
+            }?;
         }
         // Elements that this rank's segment has of each other rank's part, and other ranks' segments of this one's.
         let mut send = vec![0; world];
@@ -195,7 +210,7 @@ impl SpanningEngine {
             receive: &receive,
         };
         // SAFETY: staging has room for these bytes, and the call waits for the transfer or ends it.
-        unsafe { self.transfer(Route::Flat, exchange) }?;
+        unsafe { self.transfer(Route::Flat, exchange, stream) }?;
         let others = if hosts > 2 { slot.take((hosts - 1) * bytes) } else { arrived };
         let sums = self.places_of_sums(own, others, bytes);
         if hosts > 2 {
@@ -204,9 +219,7 @@ impl SpanningEngine {
             for (rank, &count) in receive.iter().enumerate().filter(|(_, count)| **count > 0) {
                 let host = self.ranks.hosts.of(rank as u32) as usize;
                 // SAFETY: every other host sends as many bytes as this rank's part has, for which there is room.
-                unsafe {
-                    from.copy_to_nonoverlapping(sums[host].wrapping_add(filled[host]), count);
-                };
+                unsafe { self.copy((from, sums[host].wrapping_add(filled[host])), count, stream) }?;
                 filled[host] += count;
                 from = from.wrapping_add(count);
             }
@@ -214,7 +227,7 @@ impl SpanningEngine {
         let partials: Vec<*const u8> = sums.iter().map(|sum| sum.cast_const()).collect();
         // SAFETY: all hosts' sums are there; the caller promised that the output is. It may be part of the input, which is read
         // no more.
-        unsafe { reduction.reduce_hosts(&partials, some, to) };
+        unsafe { self.reduce(reduction, &partials, some, to, stream) }?;
         Ok(())
     }
 
@@ -261,6 +274,7 @@ impl SpanningEngine {
         (turn, first): (usize, usize),
         count: usize,
         reduction: &HostReduction,
+        stream: &Stream,
     ) -> Result<UnevenChunk> {
         let (size, inside) = (reduction.dtype.size(), self.ranks.local_world());
         let (each, others) = (count / inside, self.ranks.host_count() - 1);
@@ -269,11 +283,13 @@ impl SpanningEngine {
         if inside > 1 {
             let what = (each, reduction.dtype, reduction.inside);
             // SAFETY: the caller promised that the input is there; staging is the engine's, and long enough.
-            unsafe { self.inside(StandardCollective::ReduceScatter, (input, own.place), what, 0) }?;
+            unsafe {
+                self.inside(StandardCollective::ReduceScatter, (input, own.place), what, 0, stream)
+            }?;
         } else {
             let from = self.address(input).cast_const();
             // SAFETY: the caller promised that the input is there for `count` elements, as many as the segment has.
-            unsafe { from.copy_to_nonoverlapping(own.at, each * size) };
+            unsafe { self.copy((from, own.at), each * size, stream) }?;
         }
         let arrived = slot.take(others * each * size);
         let shared = self.shared_elements(count);
@@ -287,7 +303,7 @@ impl SpanningEngine {
             for (first, count) in &shared {
                 let from = own.at.wrapping_add(first * size);
                 // SAFETY: the segment has these elements, and there is room for it once for each other host.
-                unsafe { from.copy_to_nonoverlapping(to, count * size) };
+                unsafe { self.copy((from, to), count * size, stream) }?;
                 to = to.wrapping_add(count * size);
             }
             (packed.at, slot.take(others * each * size))
@@ -295,7 +311,7 @@ impl SpanningEngine {
         let exchange =
             Transfer::AllToAll { output: arrived.at, input: from, send: &bytes, receive: &bytes };
         // SAFETY: staging is the engine's, and long enough; the call finishes the transfer, or ends it.
-        let ticket = unsafe { self.begin(Route::Flat, exchange) }?;
+        let ticket = unsafe { self.begin_on(Route::Flat, exchange, stream) }?;
         Ok(UnevenChunk { first, count, own, arrived, others: held, ticket })
     }
 
@@ -309,10 +325,11 @@ impl SpanningEngine {
         chunk: &UnevenChunk,
         output: Place,
         reduction: &HostReduction,
+        stream: &Stream,
     ) -> Result<()> {
         let (size, inside) = (reduction.dtype.size(), self.ranks.local_world());
         let each = chunk.count / inside;
-        self.finish(Route::Flat, chunk.ticket)?;
+        self.finish_on(Route::Flat, chunk.ticket, stream)?;
         let hosts = self.ranks.host_count();
         let sums = self.places_of_sums(chunk.own, chunk.others, each * size);
         if hosts > 2 {
@@ -323,8 +340,8 @@ impl SpanningEngine {
                     let to = sums[self.ranks.hosts.of(rank as u32) as usize];
                     // SAFETY: every other host's segment has room for the elements that its ranks have sent.
                     unsafe {
-                        from.copy_to_nonoverlapping(to.wrapping_add(first * size), count * size);
-                    };
+                        self.copy((from, to.wrapping_add(first * size)), count * size, stream)
+                    }?;
                     from = from.wrapping_add(count * size);
                 }
             }
@@ -333,12 +350,12 @@ impl SpanningEngine {
         let to = if inside == 1 { self.address(output) } else { chunk.own.at };
         // SAFETY: all hosts' segments are there and are no longer sent; the result goes where this host's segment is, or to
         // the output, which the caller promised.
-        unsafe { reduction.reduce_hosts(&partials, each, to) };
+        unsafe { self.reduce(reduction, &partials, each, to, stream) }?;
         if inside > 1 {
             let what = (each, reduction.dtype, ReduceOp::Sum);
             let places = (chunk.own.place, output);
             // SAFETY: the caller promised that the output is there; the segment is the engine's.
-            unsafe { self.inside(StandardCollective::AllGather, places, what, 0) }?;
+            unsafe { self.inside(StandardCollective::AllGather, places, what, 0, stream) }?;
         }
         Ok(())
     }
@@ -354,6 +371,7 @@ impl SpanningEngine {
         (input, output): (Place, Place),
         count: usize,
         reduction: &HostReduction,
+        stream: &Stream,
     ) -> Result<()> {
         let (hosts, bytes) = (self.ranks.host_count(), count * reduction.dtype.size());
         let inside = self.ranks.local_world();
@@ -363,16 +381,20 @@ impl SpanningEngine {
         if inside > 1 {
             let what = (count, reduction.dtype, reduction.inside);
             // SAFETY: the caller promised that the input is there; staging is the engine's, and long enough.
-            unsafe { self.inside(StandardCollective::AllReduce, (input, own.place), what, 0) }?;
+            unsafe {
+                self.inside(StandardCollective::AllReduce, (input, own.place), what, 0, stream)
+            }?;
             from = own.at;
         }
         if self.leads() {
             let gather = Transfer::AllGather { output: all.at, input: from, bytes };
             // SAFETY: staging has room for this, the caller promised that the input is there, and the call waits for the
             // transfer or ends it.
-            unsafe { self.transfer(Route::Rail, gather) }?;
+            unsafe { self.transfer(Route::Rail, gather, stream) }?;
             // SAFETY: the arrays lie in staging one behind the other; the caller promised that the output is there.
-            unsafe { reduction.reduce(all.at, hosts, count, self.address(output)) };
+            unsafe {
+                self.reduce_row(reduction, (all.at, hosts), count, self.address(output), stream)
+            }?;
         } else {
             // All ranks of a host know that a call fails before they go on inside it.
             self.settle()?;
@@ -382,7 +404,7 @@ impl SpanningEngine {
         }
         let what = (count, reduction.dtype, ReduceOp::Sum);
         // SAFETY: the caller promised that the output is there on every rank; the leader's has the result.
-        unsafe { self.inside(StandardCollective::Broadcast, (output, output), what, 0) }
+        unsafe { self.inside(StandardCollective::Broadcast, (output, output), what, 0, stream) }
     }
 }
 

@@ -299,6 +299,21 @@ def pools_on(key: GroupKey, device: int) -> list[Pool]:
     return [pool for pool in pool_registry.pools_of(key) if pool.device == name]
 
 
+def hosts_of(key: GroupKey, device: int) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host of a group, by its first pool on a device. Collective where there is none yet: it
+    is made, and serves the group's calls."""
+    with cache.lock_for(key, device):
+        pools = pools_on(key, device)
+        if pools:
+            return pools[0].hosts
+        with cache.lock_for(key):
+            return _new_pool(key, device).hosts
+
+
+def _new_pool(key: GroupKey, device: int) -> Pool:
+    return Pool(key, name_of(device), stride=_CPU_STRIDE if device < 0 else _CUDA_STRIDE)
+
+
 def _made_on_group(key: GroupKey, device: int) -> CommunicatorEntry:
     """Returns the entry that serves a group on a device, made by one thread if need be."""
     with cache.lock_for(key, device):
@@ -314,7 +329,7 @@ def _make_on_group(key: GroupKey, device: int) -> tuple[Pool, CommunicatorEntry]
         pool, entry = pools[0], _made_on_pool(pools[0])
     else:
         with cache.lock_for(key):
-            pool = Pool(key, name_of(device), stride=_CPU_STRIDE if device < 0 else _CUDA_STRIDE)
+            pool = _new_pool(key, device)
         try:
             ours = process_groups.ours(key)
             serves = device < 0 and ours is not None and ours.serves_subgroups

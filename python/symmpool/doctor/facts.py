@@ -292,6 +292,7 @@ SHOWN = (
     "SYMMPOOL_DEVICE_MEMORY",
     "SYMMPOOL_READY",
     "SYMMPOOL_SHARED_DEVICE",
+    "SYMMPOOL_BACKEND_OVER_HOSTS",
     "SYMMPOOL_ENGINES",
     "SYMMPOOL_TABLES",
 )
@@ -357,6 +358,7 @@ def variable_facts() -> dict[str, Any]:
         "SYMMPOOL_READY": (_are_reductions, "none, or a list of types or type:operation"),
         "SYMMPOOL_ENGINES": (_one_of(("on", "off", "any")), "on, off or any"),
         "SYMMPOOL_SHARED_DEVICE": (_one_of(("0", "1")), "1, or 0"),
+        "SYMMPOOL_BACKEND_OVER_HOSTS": (_one_of(("0", "1")), "1, or 0"),
         "MASTER_ADDR": (lambda host: bool(host.strip()), "the machine of rank 0"),
         "MASTER_PORT": (_number(1, 65535), "a port from 1 to 65535"),
         "LOCAL_RANK": (_number(0, (1 << 32) - 1), "a rank"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
 from symmpool.communicators import cache, forks
 from symmpool.communicators.entry import explainer
-from symmpool.errors import Error, TimeoutError
+from symmpool.errors import Error, TimeoutError, UnsupportedError
 from symmpool.groups import agreement, declined_calls, process_groups, resolution
 from symmpool.torch_backend import subgroups
 
@@ -23,6 +24,9 @@ __all__ = ["NAME", "ServedDevices", "number_of"]
 logger = logging.getLogger("symmpool.backend")
 
 NAME = "symmpool"
+
+# The variable by which a program wants calls of GPUs on several hosts to be ours, at 1 on all ranks.
+OVER_HOSTS = "SYMMPOOL_BACKEND_OVER_HOSTS"
 
 # How far apart ranks may be that began to wait at one time, in seconds, when they have waited.
 _LATENESS = 2.0
@@ -116,6 +120,8 @@ class ServedDevices:
             agreement.agree(group.key, here, None, self.seconds, first)
         why, left = None, self.seconds + _LATENESS
         try:
+            if kind == "cuda":
+                _refuse_over_hosts(cache.hosts_of(group.key, number))
             made = cache.communicator(group.key, name)
             if kind == "cpu":
                 # All ranks have one: they agree without round trips to the store. One that has failed since
@@ -157,6 +163,15 @@ class ServedDevices:
             return list(answers.values())
 
         self._p2p.use_communicator(exchange, entry.comm, number, explainer(entry))
+
+
+def _refuse_over_hosts(hosts: tuple[tuple[int, ...], ...]) -> None:
+    """Raises UnsupportedError where ranks are on several hosts, unless the program asks for our collectives."""
+    if len(hosts) > 1 and os.environ.get(OVER_HOSTS) != "1":
+        raise UnsupportedError(
+            f"symmpool: the ranks are on {len(hosts)} hosts, and {OVER_HOSTS}=1 is not set: calls on GPUs over "
+            "hosts cannot be captured in CUDA graphs yet (docs/hosts.md)"
+        )
 
 
 def _is_named(group: GroupState, kind: str) -> bool:

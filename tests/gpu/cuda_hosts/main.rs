@@ -1,14 +1,20 @@
 //! Checks what carries data of GPUs between hosts, on hosts that are pretended.
 //!
-//! `cuda_hosts transfers [--hosts a,a,b,b]` moves bytes by the outer engines over NCCL. `cuda_hosts faults` has NCCL fail in each
+//! `cuda_hosts transfers [--hosts a,a,b,b]` moves bytes by the outer engines over NCCL. `cuda_hosts collectives` makes calls of
+//! communicators that span the hosts, and compares their results, and `cuda_hosts call_faults` has one rank go wrong in them. `cuda_hosts faults` has NCCL fail in each
 //! way that the fake one of `tests/emulator` knows, and needs that. Each rank is a process; rank r is on device r modulo the
 //! number of devices.
 //!
 //! Exits with 0 if all checks passed, 1 if not, 2 without CUDA (0 with `--allow-missing`), and 64 for unknown arguments.
 //! Every wait is bounded by `--timeout SECONDS`, 60 by default.
 
+mod call_faults;
+mod collectives;
 mod faults;
 mod job;
+mod memory;
+#[path = "../cuda_collectives/oracle.rs"]
+mod oracle;
 mod transfers;
 
 use std::process::ExitCode;
@@ -16,8 +22,7 @@ use std::time::Duration;
 
 use symmpool_allocator::driver::CudaDriver;
 
-const USAGE: &str =
-    "usage: cuda_hosts transfers|faults [--hosts a,a,b,b] [--timeout SECONDS] [--allow-missing]";
+const USAGE: &str = "usage: cuda_hosts transfers|collectives|call_faults|faults [--hosts a,a,b,b] [--timeout SECONDS] [--allow-missing]";
 
 /// The command line's options.
 #[derive(Clone, Debug)]
@@ -54,7 +59,9 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<HostsOptions, String>
 fn main() -> ExitCode {
     if let Some(rank) = job::RankOfJob::from_env() {
         return rank.run(|rank| match rank.scenario.split_once(':') {
+            None if rank.scenario == "collectives" => collectives::run(rank),
             None => transfers::run(rank),
+            Some(("call", fault)) => call_faults::run(rank, fault),
             Some((_, fault)) => faults::run(rank, fault),
         });
     }
@@ -70,8 +77,9 @@ fn main() -> ExitCode {
         return ExitCode::from(if options.allow_missing { 0 } else { 2 });
     }
     let passed = match options.what.as_str() {
-        "transfers" => job::run(&options, "transfers", |_| Vec::new()),
+        what @ ("transfers" | "collectives") => job::run(&options, what, |_| Vec::new()),
         "faults" => faults::check(&options),
+        "call_faults" => call_faults::check(&options),
         other => {
             eprintln!("cuda_hosts: {other}?\n{USAGE}");
             return ExitCode::from(64);

@@ -4,32 +4,17 @@
 
 use std::time::Duration;
 
-use symmpool_allocator::{Block, Error, Pool, Result, Stream};
+use symmpool_allocator::{Error, Pool, Result, Stream};
 use symmpool_collectives::{Outer, Outers, Transfer};
 
 use crate::job::{RankOfJob, ensure};
+use crate::memory::{read, write};
 
 const STREAM: &Stream = &Stream::DEFAULT;
 
 /// The byte at a place of what a rank sends.
 fn byte(rank: usize, at: usize) -> u8 {
     (at * 31 + rank * 67 + at / 251) as u8
-}
-
-/// Copies bytes to a block, in front of what the stream is given next.
-fn write(pool: &Pool, block: &Block<u8>, bytes: &[u8]) -> Result<()> {
-    let cuda = pool.driver().as_cuda().ok_or_else(|| Error::unsupported("no device"))?;
-    // SAFETY: the block lives, and is as long; nobody else touches it.
-    unsafe { cuda.copy_from_host(block.address(), bytes) }
-}
-
-/// The first bytes of a block, when the stream has done what it was given.
-fn read(pool: &Pool, block: &Block<u8>, count: usize) -> Result<Vec<u8>> {
-    let cuda = pool.driver().as_cuda().ok_or_else(|| Error::unsupported("no device"))?;
-    let mut bytes = vec![0; count];
-    // SAFETY: the block lives, and is as long.
-    unsafe { cuda.copy_to_host(&mut bytes, block.address()) }?;
-    Ok(bytes)
 }
 
 /// Moves bytes by each kind of transfer on both engines.

@@ -253,7 +253,7 @@ impl Api {
 }
 
 /// The CUDA driver of a pool's memory.
-pub(in crate::cuda) fn cuda(driver: &Driver) -> Result<&CudaDriver> {
+pub(crate) fn cuda(driver: &Driver) -> Result<&CudaDriver> {
     driver.as_cuda().ok_or_else(|| {
         Error::unsupported(format!(
             "a communicator over memory of the {} driver: kernels run on CUDA devices",

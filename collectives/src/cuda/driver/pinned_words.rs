@@ -10,7 +10,7 @@ use symmpool_allocator::Result;
 use super::api::Api;
 
 /// Pinned words. They are not given back unless [`Self::free`] is called, as work on the device may still write them.
-pub(in crate::cuda) struct Words {
+pub(crate) struct Words {
     begin: NonNull<AtomicU32>,
     count: usize,
 }
@@ -22,18 +22,18 @@ unsafe impl Sync for Words {}
 
 impl Words {
     /// Makes `count` words, which are zero. The device's context must be current.
-    pub(in crate::cuda) fn new(api: &Api, count: usize) -> Result<Self> {
+    pub(crate) fn new(api: &Api, count: usize) -> Result<Self> {
         Ok(Self { begin: api.pinned(4 * count)?.cast(), count })
     }
 
-    pub(in crate::cuda) fn all(&self) -> &[AtomicU32] {
+    pub(crate) fn all(&self) -> &[AtomicU32] {
         // SAFETY: `new` made `count` words at `begin`. They live until `free`, whose caller promised that nothing uses `self`
         // afterwards. The device writes each whole, as an atomic store would.
         unsafe { std::slice::from_raw_parts(self.begin.as_ptr(), self.count) }
     }
 
     /// The address, which is the same for the host and, with unified addressing, the device.
-    pub(in crate::cuda) fn address(&self, nth: usize) -> u64 {
+    pub(crate) fn address(&self, nth: usize) -> u64 {
         self.begin.as_ptr() as u64 + 4 * nth as u64
     }
 
@@ -42,7 +42,7 @@ impl Words {
     /// # Safety
     ///
     /// Nothing uses the words from now on: neither `self` nor work on the device. The device's context is current.
-    pub(in crate::cuda) unsafe fn free(&self, api: &Api) {
+    pub(crate) unsafe fn free(&self, api: &Api) {
         // SAFETY: `new` made the words by `pinned`, and the caller promised that nothing uses them from now on.
         unsafe { api.free_pinned(self.begin.cast()) };
     }

@@ -103,6 +103,12 @@ pub(in crate::cuda) fn compile_without_device(
     Ok(image)
 }
 
+/// The number of a device's SMs.
+pub(crate) fn sm_count(driver: &Driver) -> Result<u32> {
+    let which = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT as u32;
+    Ok(u32::try_from(cuda(driver)?.attribute(which)?).unwrap_or(0).max(1))
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -166,7 +172,7 @@ impl Modules {
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
                 number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
             )?,
-            sm_count: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?.max(1),
+            sm_count: sm_count(driver)?,
             loaded: Mutex::default(),
             generated: Mutex::default(),
             loading: Mutex::default(),

@@ -8,8 +8,8 @@ use symmpool_allocator::Result;
 use super::control::MAX_STAGE_BLOCKS;
 use super::fault::{AsyncError, FaultRecord};
 use super::params::{
-    AreaFlags, CallParams, CommFields, Departure, GemmProblem, LocalState, MatmulSmallMWork,
-    MatmulWork, NormWork, PlanWork, SmLock, StreamK, Traffic,
+    AreaFlags, CallParams, CommFields, Departure, GemmProblem, LocalReduceWork, LocalState,
+    MatmulSmallMWork, MatmulWork, NormWork, PlanWork, SmLock, StreamK, Traffic,
 };
 use crate::call::experts::ExpertsWork;
 use crate::jit::tests::{compilers, options};
@@ -74,6 +74,11 @@ fn headers() -> Vec<Header> {
         ),
         with_types("symmpool/impl/plan_layout.cuh", params, vec![layout::<PlanWork>()]),
         traffic,
+        with_types(
+            "reduce_local/reduce_local_layout.cuh",
+            params,
+            vec![layout::<LocalReduceWork>()],
+        ),
         with_types("fused/norm_layout.cuh", params, vec![layout::<NormWork>()]),
         with_types(
             "experts/work_layout.cuh",

@@ -37,6 +37,9 @@ pub(in crate::cuda) const DEPARTURE_REASON: u64 = offset_of!(Departure, reason) 
 /// Stands for memory that is no window, and for a count that is not known: `UNKNOWN` in `all_to_all/traffic.cuh`.
 pub(in crate::cuda) const UNKNOWN: u64 = u64::MAX;
 
+/// The most arrays of a reduction of one device's arrays: arguments of a kernel have at most 4 KiB.
+pub(in crate::cuda) const MAX_LOCAL_INPUTS: usize = 128;
+
 kernel_structs! {
     /// Message that a rank leaves at each peer when it makes no further call, and no failed handshake says so: it refused a
     /// message, or failed on the host behind a call's handshake. `when` comes last. The host writes it too
@@ -179,6 +182,17 @@ kernel_structs! {
         pub(in crate::cuda) slots: u32,
         /// Turns from one stage to the next.
         pub(in crate::cuda) interval: u32,
+    }
+
+    /// The arguments of a reduction of one device's arrays besides those of `CallParams`.
+    #[derive(Clone, Copy, Debug)]
+    pub(in crate::cuda) struct LocalReduceWork as "LocalReduceWork" {
+        /// Addresses of the arrays, in the order in which they are reduced.
+        pub(in crate::cuda) inputs: [u64; MAX_LOCAL_INPUTS],
+        /// Number of the arrays.
+        pub(in crate::cuda) count: u32,
+        /// The number that averages are divided by.
+        pub(in crate::cuda) divisor: u32,
     }
 
     /// The arguments of a fused all-reduce besides those of `CallParams`. Rows follow each other without gaps.

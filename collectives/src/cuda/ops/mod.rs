@@ -10,6 +10,7 @@
 //! | `norm` | all-reduces with a residual and a norm |
 //! | `experts` | dispatch to experts, and combine |
 //! | `gemm` | products of tensor cores: of gathered rows, or added up over all ranks |
+//! | `local` | copies and reductions of this rank's own memory, for calls over hosts |
 //! | `one_sided` | copies and signals between two ranks |
 //! | `p2p` | send and recv between two ranks |
 //! | `plan`, `plan_kernel`, `native` | run collectives that programs bring along: plans, by kernels made for them, and kernels |
@@ -26,6 +27,7 @@ pub(in crate::cuda) mod await_recv_counts;
 pub(in crate::cuda) mod copy_engine;
 pub(in crate::cuda) mod experts;
 pub(in crate::cuda) mod gemm;
+pub(in crate::cuda) mod local;
 pub(in crate::cuda) mod native;
 pub(in crate::cuda) mod norm;
 pub(in crate::cuda) mod one_sided;

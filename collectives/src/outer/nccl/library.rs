@@ -9,6 +9,8 @@ use std::sync::OnceLock;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use symmpool_allocator::{Error, Result};
 
+use crate::outer::MAX_OUTER_BLOCKS;
+
 /// Linux's `RTLD_NOLOAD`: opens a library only if it is loaded already.
 const NOLOAD: c_int = 4;
 /// Libraries that may be loaded already: NCCL's own, or torch's, which may have it linked in.
@@ -162,7 +164,7 @@ impl NcclLibrary {
             blocking: 0,
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
-            max_ctas: UNDEFINED,
+            max_ctas: MAX_OUTER_BLOCKS as c_int,
             net_name: null(),
             split_share: UNDEFINED,
         };

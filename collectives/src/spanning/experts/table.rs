@@ -205,7 +205,7 @@ impl SpanningEngine {
                 self.settle()?;
                 // SAFETY: both are this function's alone, as long as the call needs, and live until it has returned or ended its
                 // transfers.
-                unsafe { self.all_gather(&given) }
+                unsafe { self.all_gather(&given, &symmpool_allocator::Stream::DEFAULT) }
             }),
         };
         made.map_err(|why: Error| self.behind_transfers(why))
