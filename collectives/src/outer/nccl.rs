@@ -81,8 +81,8 @@ impl Outers {
 }
 
 impl Outers {
-    /// To be called instead of [`nccl`](Self::nccl) on a rank that has found something wrong: the other ranks get its error, in
-    /// place of their engines. Waits for them as long as that does.
+    /// Gives the other ranks an error in place of their engines. You must call this instead of [`nccl`](Self::nccl) on a rank that
+    /// has found something wrong. It waits for the others as long as that does.
     #[cold]
     pub fn decline_nccl(pool: &Pool, limit: Duration, why: &Error) {
         let group = pool.group().child("nccl").with_timeout(limit);

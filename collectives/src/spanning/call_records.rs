@@ -196,7 +196,7 @@ impl CallRecords {
         Ok(Some((record, all.filter(|(_, other)| *other != record).collect())))
     }
 
-    /// Gives back what the value has of the device. To be called when no work of it is under way.
+    /// Gives back what the value has of the device. You must call this when no work of it is under way.
     pub(super) fn end(&mut self) {
         let Ok(driver) = cuda(&self.driver) else { return };
         let pending = std::mem::take(&mut self.pending).into_iter().map(|pending| pending.arrived);
