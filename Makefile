@@ -46,8 +46,9 @@ NEWEST_TORCH := torch==2.15.0
 ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-long test-long-plans test-long-lives test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-lives test-long-steps test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
 .PHONY: test-engines engines-wheel
+.PHONY: test-miri test-asan test-long-steps
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
 
 ## The main job: several rank processes, wrong sums and right ones, timings, a map of the heap.
@@ -67,13 +68,19 @@ check: ready
 ## What takes too long for `make test`: more random programs, every kernel compiled anew, long checks on emulated devices,
 ## and the package's tests with the newest torch.
 test-long: ready
-	@+$(MAKE) --no-print-directory test-long-plans test-long-lives test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch
+	@+$(MAKE) --no-print-directory test-long-plans test-long-lives test-long-steps test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch
 
 # Lives of a pool between processes, counted to the byte.
 test-long-lives:
 	$(call begin,long-lives)
 	SYMMPOOL_LIVES=10000 $(CARGO_TEST) --package symmpool-tests --test life_cycles -- --nocapture
 	$(call passed,long-lives)
+
+# A rank that dies at every passage of every point of host calls, each rank in turn.
+test-long-steps:
+	$(call begin,long-steps)
+	SYMMPOOL_EVERY_STEP=1 $(CARGO_TEST) --package symmpool-tests --test lost_in_calls -- --nocapture
+	$(call passed,long-steps)
 
 test-long-plans:
 	$(call begin,long-plans)
@@ -124,6 +131,30 @@ else
 test-long-emulated:
 	@echo "skipped: there is no C++ compiler, which makes the kernels for emulated devices"
 endif
+
+## Tests of host memory under sanitizers, which need a nightly Rust: rustup toolchain install nightly -c miri,rust-src
+NIGHTLY := CARGO_INCREMENTAL=0 cargo +nightly
+HOST_TRIPLE = $(shell rustc -vV | sed -n 's/^host: //p')
+HOST_CRATES := -p symmpool-allocator -p symmpool-collectives --all-features
+# Models have threads of their own making, and kernels are compiled by a library: sanitizers see neither.
+UNWATCHED := --skip loom --skip explored --skip cuda::protocols --skip jit
+SANITIZERS := $(CURDIR)/tests/sanitizers
+
+# Undefined behaviour, which an interpreter sees: parts of lanes whose tests take no longer than a minute or two there.
+test-miri:
+	$(call begin,miri)
+	MIRIFLAGS=-Zmiri-disable-isolation CARGO_TARGET_DIR=$(TARGET)/miri PROPTEST_CASES=1 $(NIGHTLY) miri test -p symmpool-allocator \
+		--lib -- lane:: --skip model_tests --skip many_small_blocks --skip checkpoints --skip sorted_vector
+	$(call passed,miri)
+
+# Memory errors and leaks. Tests may run into faults on purpose, and ask for memory that there is not.
+test-asan:
+	$(call begin,asan)
+	RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=$(TARGET)/asan PROPTEST_CASES=16 \
+		ASAN_OPTIONS=allocator_may_return_null=1:handle_segv=0 \
+		LSAN_OPTIONS=suppressions=$(SANITIZERS)/leaks.txt:print_suppressions=0 \
+		$(NIGHTLY) test --target $(HOST_TRIPLE) $(HOST_CRATES) --lib --tests --examples --no-fail-fast -- $(UNWATCHED)
+	$(call passed,asan)
 
 ## What needs packages that `make test` does not fetch: libraries for training, pictures of benchmarks, and MPI.
 test-packages: test-extension torch $(WITH_PACKAGES)/ready

@@ -57,6 +57,8 @@ pub use cuda::take_sms;
 pub use cuda::{Cases, CheckedAllReduce, ScatterCases, checked_exchanges, checked_reduce_scatters};
 pub use cuda::{end_watching, share_sms, share_sms_of_several};
 pub use host::{Arrivals, GroupKey, HostEngine, HostEngineOptions, Mailbox, PendingMessage};
+#[cfg(feature = "testing")]
+pub use host::{CallStep, watch_call_steps};
 pub use jit::{KernelCompiler, kernel_cache, kernel_compiler, search_packages};
 pub use outer::{Outer, Outers, Ticket, Transfer};
 pub use types::communicator_memory::CommunicatorMemory;

@@ -3,6 +3,7 @@
 //!
 //! | room | holds |
 //! | --- | --- |
+//! | `step` | the points of calls at which tests can intervene |
 //! | `wait` | how a rank waits, what it reports when it gives up, and how many cores ranks have to spin on |
 //! | `layout` | where things lie in the control block and in a call's data, and how links, loads and routings divide them |
 //! | `kernels` | the loops over memory: reductions and copies |
@@ -18,6 +19,7 @@ pub(crate) mod kernels;
 mod layout;
 mod mailbox;
 mod ops;
+mod step;
 pub(crate) mod subgroup_memory;
 mod wait;
 
@@ -29,5 +31,7 @@ pub use mailbox::{Mailbox, PendingMessage};
 pub(crate) use ops::calls::expect_length;
 pub(crate) use ops::experts;
 pub(crate) use ops::one_sided::{HostChannels, HostOneSided};
+#[cfg(feature = "testing")]
+pub use step::{CallStep, watch::watch_call_steps};
 pub use subgroup_memory::{Arrivals, GroupKey};
 pub(crate) use wait::cores;

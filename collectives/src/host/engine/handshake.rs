@@ -7,6 +7,7 @@ use symmpool_allocator::{Error, Result};
 
 use super::HostEngine;
 use crate::call::{CallDescription, mismatch};
+use crate::host::step::{CallStep, at_step};
 use crate::host::wait::fault::{Cause, WaitFailure, WaitFault};
 use crate::host::wait::waiter::{WaitWatchdog, Waiter, wake};
 use crate::signal::{await_word, handshake_word, is_handshake, wake_sleepers};
@@ -167,6 +168,7 @@ impl HostEngine {
     /// it may use its memory for something else by now. You must call this before a peer's memory is written.
     #[inline]
     pub(crate) fn check_abort(&mut self) -> Result<()> {
+        at_step(CallStep::HandshakeCompare);
         if let Some(failure) = self.control.reported_fault(&self.layout) {
             return Err(self.fail(failure));
         }
@@ -184,12 +186,15 @@ impl HostEngine {
         // Advanced before anything can fail: the call counts, however it ends (S2).
         self.epoch += 1;
         let core = self.shared_cores.begin_call();
+        at_step(CallStep::HandshakeBegin);
         for peer in self.peers() {
+            at_step(CallStep::HandshakePublish);
             let slot = self.control.handshake(peer, parity, me);
             slot.set_core(core);
             slot.publish(word, call.words());
         }
         wake_sleepers(self.peers().map(|peer| self.control.handshake(peer, parity, me)), wake);
+        at_step(CallStep::HandshakeAwait);
         word
     }
 
@@ -199,13 +204,17 @@ impl HostEngine {
         let me = self.layout.rank;
         self.steps += 1;
         let (step, parity) = (self.steps, self.steps & 1);
+        at_step(CallStep::PhaseBegin);
         for peer in self.peers() {
+            at_step(CallStep::PhaseSignal);
             self.control.step(peer, parity, me).publish_word(step);
         }
         wake_sleepers(self.peers().map(|peer| self.control.step(peer, parity, me)), wake);
+        at_step(CallStep::PhaseAwait);
         let mut peers = self.in_waiting_order();
         let result = peers.try_for_each(|peer| self.await_step(peer, step));
         drop(peers);
+        at_step(CallStep::PhaseEnd);
         result.map_err(|failure| self.fail(failure))
     }
 
@@ -224,6 +233,7 @@ impl HostEngine {
 
     /// Signals a peer on a channel of the plan that runs.
     pub(crate) fn signal_in_plan(&mut self, peer: u32, channel: u32) {
+        at_step(CallStep::ProgramSignal);
         let number = self.plan_signals.send(peer, channel);
         let slot = self.control.plan_channel(peer, self.layout.rank, channel);
         slot.publish_word(number);
@@ -232,6 +242,7 @@ impl HostEngine {
 
     /// Waits for a peer's next signal on a channel of the plan that runs. `phase` is for the error's message.
     pub(crate) fn wait_in_plan(&mut self, peer: u32, channel: u32, phase: u32) -> Result<()> {
+        at_step(CallStep::ProgramAwait);
         let number = self.plan_signals.take(peer, channel);
         match self.await_in_plan(peer, channel, number, phase) {
             Ok(_) => Ok(()),

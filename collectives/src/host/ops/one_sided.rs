@@ -16,6 +16,7 @@ use crate::host::HostEngine;
 use crate::host::kernels::copy;
 use crate::host::layout::control::{ControlBlock, SLOT};
 use crate::host::ops::p2p::PeerMessages;
+use crate::host::step::{CallStep, at_step};
 use crate::host::wait::fault::Cause;
 use crate::host::wait::waiter::{Interrupted, SpinPolicy, WaitWatchdog, Waiter, wake_all};
 use crate::signal::channel::{CHANNELS, take};
@@ -129,6 +130,7 @@ impl HostOneSided {
     /// Signals `peer`, which sees whatever this thread wrote before. `peer` and `channel` must be in range.
     pub(crate) fn signal(&self, on: &HostChannels, peer: u32, channel: u32) -> Result<()> {
         self.ready()?;
+        at_step(CallStep::ChannelSignal);
         let slot = self.control.channel(on.part, (peer, self.layout.rank), channel);
         slot.count_up();
         wake_sleepers(std::iter::once(slot), wake_all);
@@ -144,6 +146,7 @@ impl HostOneSided {
         timeout: Duration,
     ) -> Result<()> {
         self.ready()?;
+        at_step(CallStep::ChannelAwait);
         let slot = self.control.channel(on.part, (self.layout.rank, peer), channel);
         let taken = &on.taken[peer as usize * CHANNELS as usize + channel as usize];
         let mut waiter = Waiter::new(self.spin_policy, self.watchdog(peer, channel, timeout));

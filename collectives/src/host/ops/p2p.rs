@@ -25,6 +25,7 @@ use crate::call::p2p::{Direction, Payload};
 use crate::host::kernels::copy;
 use crate::host::layout::control::{PACKETS, peers};
 use crate::host::ops::one_sided::HostOneSided;
+use crate::host::step::{CallStep, at_step};
 use crate::host::wait::fault::{Cause, WaitFailure, WaitFault};
 use crate::host::wait::waiter::{WaitWatchdog, Waiter, wake};
 use crate::signal::{Native, SignalSlot, await_word, wake_sleepers};
@@ -58,6 +59,7 @@ impl HostOneSided {
             // The message before this one may have failed while this thread waited for its turn.
             self.ready()?;
             position.messages += 1;
+            at_step(CallStep::MessageBegin);
             match self.earlier_declined(peer) {
                 Some(error) => Err(self.decline_counted(error, direction, peer, &mut position)),
                 None => match direction {
@@ -73,6 +75,7 @@ impl HostOneSided {
             }
         };
         self.settle(direction, peer);
+        at_step(CallStep::MessageEnd);
         outcome
     }
 
@@ -130,6 +133,7 @@ impl HostOneSided {
             unsafe { copy(memory.wrapping_add(at), packet.data, part) };
             packet.header.message.store(message, Ordering::Relaxed);
             packet.header.payload.store(payload.word(), Ordering::Relaxed);
+            at_step(CallStep::MessageSend);
             position.packets = number;
             publish(sent, number);
             at += part;
@@ -190,6 +194,7 @@ impl HostOneSided {
             // SAFETY: the caller promised that the memory is writable for `bytes`, of which this is a part; the
             // packet is the receiver's until it is counted as taken, and is as long as both ranks say.
             unsafe { copy(packet.data, memory.wrapping_add(at), part) };
+            at_step(CallStep::MessageTake);
             position.packets = number;
             publish(self.control.packets_taken(peer, me), number);
             at += part;
@@ -257,6 +262,7 @@ impl HostOneSided {
         (operation, peer, number): (OpType, u32, u64),
         accept: impl Fn(u64) -> bool,
     ) -> Result<u64> {
+        at_step(CallStep::MessageAwait);
         let mut watchdog = None;
         let watch = || {
             if let Some(end) = self.control.reported_fault(&self.layout) {
