@@ -64,6 +64,33 @@ fn files_can_be_held_in_the_head() {
     assert!(long.is_empty(), "split these: {long:#?}");
 }
 
+/// Parameters of lambdas one of which has the type `auto`.
+fn generic_lambdas(text: &str) -> Vec<&str> {
+    let is_part = |c: char| c.is_alphanumeric() || c == '_';
+    let parameters =
+        text.split("](").skip(1).map(|rest| rest.split(['{', ';']).next().unwrap_or(rest));
+    parameters.filter(|list| list.split(|c| !is_part(c)).any(|word| word == "auto")).collect()
+}
+
+/// NVRTC takes a lambda with an `auto` parameter for a function of the host, which it refuses; the emulator's compiler does not.
+#[test]
+fn lambdas_of_kernels_are_not_generic() {
+    let one = "auto load = [&](u64 at,\n    auto rank) { return a[at](rank); };";
+    assert_eq!(generic_lambdas(one), ["u64 at,\n    auto rank) "]);
+    assert!(generic_lambdas("auto load = [&](u64 at) { auto b = at; };").is_empty());
+    let is_kernel = |path: &&PathBuf| path.extension().is_some_and(|end| end != "rs");
+    for path in sources().iter().filter(is_kernel) {
+        let text = read(path);
+        let found = generic_lambdas(&text);
+        assert!(
+            found.is_empty(),
+            "{}: NVRTC compiles no lambda with a parameter of the type auto, as in ({}; name the type",
+            name(path),
+            found[0]
+        );
+    }
+}
+
 /// Files that comments of kernels name, as in `cuda/layout/params.rs`: paths below `collectives/src`, or the ends of some.
 #[test]
 fn kernels_name_files_that_there_are() {
