@@ -46,7 +46,7 @@ NEWEST_TORCH := torch==2.15.0
 ENGINES ?= vllm sglang
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: demo test check ready test-long test-long-plans test-long-lives test-long-steps test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
+.PHONY: demo test check ready test-long test-long-plans test-long-lives test-long-steps test-long-loom test-long-fuzz test-long-variants test-long-emulated test-long-hosts test-long-torch test-packages test-gpu check-published deny test-tidy rust lint-rust lint-python lint-types build-rust build test-rust test-variants test-emulated test-all-reduce test-loom test-python torch extension test-extension wheel lint bench bench-gpu bench-host tables docs clean
 .PHONY: test-engines engines-wheel
 .PHONY: test-miri test-asan test-long-steps
 .PHONY: emulated-begun emulated-algorithms emulated-settings emulated-faults
@@ -240,10 +240,10 @@ test-rust: $(VENV)/ready
 	$(call passed,rust)
 
 # What kernels take of a device is printed. Nothing in it waits, so it runs when the other tests leave processors
-# idle.
+# idle; but where tests are not built yet, the build must not wait for others while it holds cargo's lock.
 test-variants: $(VENV)/ready
 	$(call begin,variants)
-	nice -n 19 $(CARGO_TEST) --lib $(VARIANTS) -- --nocapture
+	$(if $(READY),nice -n 19) $(CARGO_TEST) --lib $(VARIANTS) -- --nocapture
 	$(call passed,variants)
 
 # What documents and sources promise, whichever of them changed.
@@ -268,6 +268,16 @@ test-emulated: emulated-algorithms emulated-settings emulated-faults
 emulated-begun: $(EMULATOR)/libnvrtc.so.13
 	$(call begin,emulated)
 	$(if $(READY),,$(CARGO_PROGRAMS))
+
+# One all-reduce of devices on emulated ones, and the tests that every algorithm must pass: `make test-all-reduce NAME=one_shot_pull`.
+test-all-reduce: $(EMULATOR)/libnvrtc.so.13
+	$(if $(NAME),,$(error which one? make test-all-reduce NAME=one_shot_pull))
+	cargo build --workspace --all-features --bin cuda_collectives
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms $(NAME)
+	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 4 --algorithms $(NAME)
+	$(EMULATED) EMULATED_PROCESSORS=24 $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --narrow --algorithms $(NAME)
+	$(EMULATED) $(COLLECTIVES) faults $(PATIENCE) --ranks 2 --timeout 8 --algorithms $(NAME)
+	$(CARGO_TEST) --no-fail-fast --test tidy --test families
 
 emulated-algorithms: emulated-begun
 	$(EMULATED) $(COLLECTIVES) check $(PATIENCE) --quick --ranks 2 --algorithms $(EMULATED_CHECKS)

@@ -198,8 +198,9 @@ const fn contains(text: &[u8], wanted: &[u8]) -> bool {
     false
 }
 
-/// A kernel whose file lies beside the source file that has this: the folder and the name by which compilers know it, and its
-/// variants.
+/// A kernel whose file lies beside the source file that has this: the folder and the name by which compilers know it, and the
+/// variants that tests compile. Each list has an axis for each macro that the kernel's text needs. The entry point is
+/// `symmpool_` and the name.
 macro_rules! kernel_beside {
     ($folder:literal / $name:literal, $([$($axis:expr),+ $(,)?]),+ $(,)?) => {
         $crate::jit::sources::KernelSource {

@@ -26,9 +26,11 @@ pub(in crate::cuda) struct AllReduce {
     /// Whether it is about as fast with the memory there is as it was when it was measured: it is if the call goes in
     /// one round or launch, or in long ones.
     pub(in crate::cuda) pays_off: fn(&AllReduceShape, &ControlLayout) -> bool,
-    /// Most bytes of a launch.
+    /// Most bytes of a launch: `u64::MAX` if no call is divided. The launch itself divides longer calls, by
+    /// [`ReductionCall::pieces`].
     pub(in crate::cuda) most_bytes: fn(&AllReduceShape, &ControlLayout) -> u64,
-    /// Its kernel, by the number of ranks, the element type and operation, and the most bytes of a launch.
+    /// Its kernel, by the number of ranks, the element type and operation, and the most bytes of a launch:
+    /// [`KernelSpec::reduces`] if one kernel does for all.
     pub(in crate::cuda) kernel: fn(u32, ReducedType, u64) -> KernelSpec,
     /// Launches it. You must keep the promises of [`AllReduceCall`].
     pub(in crate::cuda) launch: unsafe fn(&mut dyn KernelLauncher, &AllReduceCall) -> Result<()>,
@@ -39,7 +41,7 @@ pub(in crate::cuda) struct AllReduce {
 /// Calls by which tests on devices try an all-reduce, with inboxes of 2 MiB and scratch of 1 MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cases {
-    /// Elements of a call that it serves there.
+    /// Elements of a call of any type that it serves there.
     pub count: usize,
     /// Whether that goes in several launches. Shorter calls go in one.
     pub in_pieces: bool,
