@@ -31,6 +31,8 @@ struct Check<'a> {
     stream: Stream,
     cases: u64,
     wrong: u64,
+    /// Calls that the algorithm does not serve.
+    declined: u64,
 }
 
 /// When a part of the check runs, if the options want it.
@@ -98,7 +100,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
     for algorithm in AllReduceAlgorithm::ALL {
         let row = algorithm.checked().map(|checked| checked.cases);
         let one_of_all = row.is_some() && options.wants(families::ALL_REDUCES);
-        if !one_of_all && !options.wants(algorithm.name()) {
+        if !options.wants(algorithm.name()) && !one_of_all {
             continue;
         }
         if pool.rank() == 0 {
@@ -112,7 +114,8 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             ..options.communicator()
         };
         let comm = Communicator::with_options(pool, &communicator)?;
-        let mut check = Check { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0 };
+        let mut check =
+            Check { pool, options, comm, stream: stream(pool)?, cases: 0, wrong: 0, declined: 0 };
         for memory in &memories {
             check.all_reduces(memory, algorithm, options.seed)?;
             // Where ranks share a device, nothing goes in pieces, which ordinary memory needs.
@@ -135,8 +138,20 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
         }
         cases += check.cases;
         wrong += check.wrong;
+        let name = algorithm.name();
         if pool.rank() == 0 {
-            println!("{}: {} cases, {} wrong", algorithm.name(), check.cases, check.wrong);
+            let declined = match check.declined {
+                0 => String::new(),
+                calls => format!(", {calls} calls that it does not serve"),
+            };
+            println!("{name}: {} cases, {} wrong{declined}", check.cases, check.wrong);
+        }
+        // An algorithm that was requested by its name and served nothing was not checked.
+        if check.cases == 0 && options.names(name) {
+            wrong += 1;
+            if pool.rank() == 0 {
+                println!("{name} served none of these calls on {} ranks", pool.world());
+            }
         }
     }
     for (name, when, part) in PARTS {
@@ -202,6 +217,7 @@ impl Check<'_> {
                             if algorithm == AllReduceAlgorithm::Auto {
                                 return Err(error);
                             }
+                            self.declined += 1;
                         }
                         other => other?,
                     }

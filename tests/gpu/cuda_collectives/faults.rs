@@ -33,6 +33,7 @@ pub(crate) fn run(pool: &Pool, options: &Options) -> Result<bool> {
             algorithm,
             timeout,
             beside_compute: options.beside_compute,
+            links: options.links(),
             ..Default::default()
         };
         let patient = CommunicatorOptions { timeout: 20 * timeout, ..options.clone() };

@@ -64,10 +64,12 @@ mod tune;
 mod two_threads;
 mod watched;
 
+use std::collections::BTreeSet;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use clap::{Parser, ValueEnum};
@@ -185,6 +187,9 @@ struct Options {
     emulated: bool,
     #[arg(skip)]
     rank: u32,
+    /// Names among `algorithms` that something has answered to.
+    #[arg(skip)]
+    known: Arc<Mutex<BTreeSet<String>>>,
     /// The calls that are under way when a rank is killed (set by killed, for its ranks).
     #[arg(long, hide = true)]
     kind: Option<String>,
@@ -229,12 +234,11 @@ impl Options {
         let configured = self.concurrent.iter().cycle().nth(self.rank as usize);
         // There may be several communicators, but their calls run one after the other.
         let concurrent = Some(configured.copied().unwrap_or(if self.narrow { 2 } else { 1 }));
-        let links = self.emulated.then(|| Topology::host(self.ranks));
         let usual = CommunicatorOptions {
             concurrent,
             beside_compute: self.beside_compute,
             device_memory_grows: self.grows,
-            links,
+            links: self.links(),
             ..Default::default()
         };
         // Whoever waits in vain says so before the time for all of it is over.
@@ -242,9 +246,38 @@ impl Options {
         if self.quick { CommunicatorOptions { timeout, ..usual } } else { usual }
     }
 
+    /// The links of emulated devices, which keep lines of 128 bytes whole. Those of others are looked up.
+    fn links(&self) -> Option<Topology> {
+        self.emulated.then(|| Topology::host(self.ranks))
+    }
+
     /// Whether a part of the work was requested by name. Without names, everything is.
     fn wants(&self, name: &str) -> bool {
-        self.algorithms.is_empty() || self.algorithms.iter().any(|other| other == name)
+        self.algorithms.is_empty() || self.names(name)
+    }
+
+    /// Whether a part of the work was requested by its own name.
+    fn names(&self, name: &str) -> bool {
+        let named = self.algorithms.iter().any(|other| other == name);
+        if named {
+            self.known.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned());
+        }
+        named
+    }
+
+    /// Whether nothing answered to one of the requested names, which is said then: without that, a name with a typing error
+    /// would be a check in which everything is right.
+    fn has_unknown_names(&self) -> bool {
+        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let unknown: Vec<_> =
+            self.algorithms.iter().filter(|name| !known.contains(*name)).collect();
+        if !unknown.is_empty() && self.rank == 0 {
+            eprintln!(
+                "--algorithms: {:?} has nothing of these names: {unknown:?}; see --help",
+                self.mode
+            );
+        }
+        !unknown.is_empty()
     }
 }
 
@@ -278,7 +311,7 @@ fn main() -> ExitCode {
                     let kinds = killed::KINDS.into_iter().filter(|kind| options.wants(kind));
                     // Runs all of them, even if the first one fails.
                     let wrong = kinds.filter(|kind| !launch(&options, devices, &["--kind", kind]));
-                    wrong.count() == 0
+                    wrong.count() == 0 && !options.has_unknown_names()
                 }
                 _ => launch(&options, devices, &[]),
             };
@@ -355,10 +388,10 @@ fn run(options: &mut Options) -> Result<bool> {
     let pool = if options.shared { builder.allow_shared_device() } else { builder }.build()?;
     options.emulated = pool.device(0)?.name == "emulated device";
     match options.mode {
-        Mode::Check => check::run(&pool, options),
-        Mode::Faults => faults::run(&pool, options),
+        Mode::Check => Ok(check::run(&pool, options)? && !options.has_unknown_names()),
+        Mode::Faults => Ok(faults::run(&pool, options)? && !options.has_unknown_names()),
         Mode::Killed => killed::run(&pool, options),
-        Mode::Soak => soak::run(&pool, options),
+        Mode::Soak => Ok(soak::run(&pool, options)? && !options.has_unknown_names()),
         Mode::Bench => bench::run(&pool, options),
         Mode::Tune => tune::run(&pool, options),
         // `main` has printed them.
@@ -371,5 +404,26 @@ pub(crate) fn expect_error<T>(result: Result<T>, what: &str) -> Result<Error> {
     match result {
         Ok(_) => Err(Error::invalid_state(format!("{what} succeeded"))),
         Err(error) => Ok(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_nothing_answers_to_are_found() {
+        let parse =
+            |names| Options::parse_from(["cuda_collectives", "check", "--algorithms", names]);
+        let options = parse("one_shot_ll,one_shot_l1");
+        assert!(options.wants("one_shot_ll") && !options.wants("two_shot_ll"));
+        assert!(options.has_unknown_names());
+        let options = parse("one_shot_ll,p2p");
+        assert!(options.has_unknown_names(), "nobody has asked for them");
+        assert!(options.wants("p2p") && options.names("one_shot_ll"));
+        assert!(!options.has_unknown_names());
+        let everything = Options::parse_from(["cuda_collectives", "check"]);
+        assert!(everything.wants("p2p") && !everything.names("p2p"));
+        assert!(!everything.has_unknown_names());
     }
 }

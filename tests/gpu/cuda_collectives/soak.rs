@@ -114,9 +114,9 @@ fn communicators(
     pool: &Pool,
     options: &Options,
 ) -> Result<Vec<(AllReduceAlgorithm, Arc<Communicator>)>> {
+    let all = options.wants("all_reduce");
     let named = |algorithm: &AllReduceAlgorithm| {
-        *algorithm != AllReduceAlgorithm::CubeMesh
-            && (options.wants("all_reduce") || options.wants(algorithm.name()))
+        *algorithm != AllReduceAlgorithm::CubeMesh && (options.wants(algorithm.name()) || all)
     };
     let mut algorithms: Vec<_> = AllReduceAlgorithm::ALL.into_iter().filter(named).collect();
     if algorithms.is_empty() {
