@@ -1,5 +1,6 @@
 //! The options of a communicator, and how it is made.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use pyo3::prelude::*;
@@ -116,7 +117,7 @@ fn over_hosts(
     pool: &Bound<'_, Pool>,
     options: PyResult<CommunicatorOptions>,
 ) -> PyResult<(CommunicatorOptions, Option<Outers>)> {
-    if let MemoryDevice::Cuda(_) = pool.get().device {
+    if uses_nccl(&pool.get().pool).or_raise(py)? {
         return over_hosts_on_gpus(py, &pool.get().pool, options);
     }
     let module = py.import("symmpool.communicators.outer")?;
@@ -131,6 +132,13 @@ fn over_hosts(
             Err(error)
         }
     }
+}
+
+/// Whether NCCL carries data of a pool between hosts: on GPUs of which each rank has its own. It refuses ranks that share one.
+fn uses_nccl(pool: &symmpool_allocator::Pool) -> symmpool_allocator::Result<bool> {
+    let uuid = |rank| Ok(pool.device(rank)?.uuid.as_str());
+    let devices: symmpool_allocator::Result<BTreeSet<&str>> = (0..pool.world()).map(uuid).collect();
+    Ok(pool.driver().as_cuda().is_some() && devices?.len() == pool.world() as usize)
 }
 
 /// The options with outer engines over NCCL, for memory of GPUs.

@@ -77,29 +77,31 @@ unsafe impl Outer for PythonOuter {
             .call("set_timeout", |object| object.call_method1("set_timeout", (seconds,)).map(drop));
     }
 
-    unsafe fn begin(&mut self, transfer: Transfer<'_>, _: &Stream) -> Result<Ticket> {
+    unsafe fn begin(&mut self, transfer: Transfer<'_>, stream: &Stream) -> Result<Ticket> {
+        let stream = stream.raw();
         let ticket = match transfer {
             Transfer::AllGather { output, input, bytes } => self.call("all_gather", |object| {
                 object
-                    .call_method1("all_gather", (output as usize, input as usize, bytes))?
+                    .call_method1("all_gather", (output as usize, input as usize, bytes, stream))?
                     .extract()
             }),
             Transfer::AllToAll { output, input, send, receive } => {
                 self.call("all_to_all", |object| {
-                    let given = (output as usize, input as usize, send, receive);
+                    let given = (output as usize, input as usize, send, receive, stream);
                     object.call_method1("all_to_all", given)?.extract()
                 })
             }
             Transfer::Broadcast { data, bytes, root } => self.call("broadcast", |object| {
-                object.call_method1("broadcast", (data as usize, bytes, root))?.extract()
+                object.call_method1("broadcast", (data as usize, bytes, root, stream))?.extract()
             }),
             _ => Err(Error::unsupported("a transfer that outer engines of Python do not have")),
         };
         ticket.map(Ticket)
     }
 
-    fn finish(&mut self, ticket: Ticket, _: &Stream) -> Result<()> {
-        self.call("finish", |object| object.call_method1("finish", (ticket.0,)).map(drop))
+    fn finish(&mut self, ticket: Ticket, stream: &Stream) -> Result<()> {
+        let given = (ticket.0, stream.raw());
+        self.call("finish", |object| object.call_method1("finish", given).map(drop))
     }
 
     /// Asks until all transfers have ended, which their own timeouts bound: their memory is given to others then. Ctrl-C ends

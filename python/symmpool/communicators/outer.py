@@ -1,4 +1,5 @@
-"""Outer engines of communicators that span hosts: gloo between ranks whose memory is not shared.
+"""Outer engines of communicators that span hosts: gloo between ranks whose memory is not shared. It moves
+memory of the CPU, and that of GPUs which several ranks share, as NCCL refuses those.
 
 The binding asks for them when it makes a communicator on a pool whose ranks are on several hosts. An outer
 engine only moves bytes; symmpool reduces them itself. Its ranks meet in the pool's own group, so it does not
@@ -9,6 +10,7 @@ names, as torch's own groups do.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import datetime
 import os
@@ -42,16 +44,19 @@ _kept: list[Any] = []
 
 
 class GlooOuter:
-    """Ranks connected by gloo. Lengths are in bytes; addresses are those of memory that stays until the
-    transfer is finished."""
+    """Ranks connected by gloo. Lengths are in bytes; addresses are those of memory of `device` that stays
+    until the transfer is finished. A stream is a CUDA stream's handle, of no meaning on the CPU. The host waits
+    for the end of transfers, on GPUs too."""
 
     name = "gloo"
 
-    def __init__(self, store: torch.distributed.Store, rank: int, world: int, seconds: float):
-        """Connects to the other ranks, for which it waits so long. `store` is one of torch.distributed's."""
+    def __init__(
+        self, store: torch.distributed.Store, rank: int, world: int, seconds: float, device: str = "cpu"
+    ):
+        """Connects to the other ranks, for which it waits `seconds`. `store` is torch.distributed's."""
         import torch.distributed as dist
 
-        self.rank, self.world, self._seconds = rank, world, seconds
+        self.rank, self.world, self._seconds, self._device = rank, world, seconds, device
         self._closed = False
         # Transfers under way: what gloo has made of each, and the tensors that it moves.
         self._begun: dict[int, tuple[list[Any], Any]] = {}
@@ -73,27 +78,37 @@ class GlooOuter:
         if self._gloo is not None:
             self._gloo._set_default_timeout(datetime.timedelta(seconds=min(seconds, _LONGEST)))
 
-    def all_gather(self, output: int, source: int, nbytes: int) -> int:
+    def all_gather(self, output: int, source: int, nbytes: int, stream: int = 0) -> int:
         """Begins an all-gather; returns its ticket."""
-        to, own = _bytes_at(output, nbytes * self.world), _bytes_at(source, nbytes)
-        return self._begin((to, own), "_allgather_base", to, own)
+        to, own = self._bytes_at(output, nbytes * self.world), self._bytes_at(source, nbytes)
+        with self._on(stream):
+            return self._begin((to, own), "_allgather_base", to, own)
 
-    def all_to_all(self, output: int, source: int, send: Sequence[int], receive: Sequence[int]) -> int:
+    def all_to_all(
+        self, output: int, source: int, send: Sequence[int], receive: Sequence[int], stream: int = 0
+    ) -> int:
         """Begins an all-to-all; returns its ticket."""
-        to, own = _bytes_at(output, sum(receive)), _bytes_at(source, sum(send))
-        return self._begin((to, own), "alltoall_base", to, own, list(receive), list(send))
+        to, own = self._bytes_at(output, sum(receive)), self._bytes_at(source, sum(send))
+        with self._on(stream):
+            return self._begin((to, own), "alltoall_base", to, own, list(receive), list(send))
 
-    def broadcast(self, data: int, nbytes: int, root: int) -> int:
+    def broadcast(self, data: int, nbytes: int, root: int, stream: int = 0) -> int:
         """Begins a broadcast; returns its ticket."""
         import torch.distributed as dist
 
-        both = _bytes_at(data, nbytes)
+        both = self._bytes_at(data, nbytes)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        return self._begin((both,), "broadcast", [both], options)
+        with self._on(stream):
+            return self._begin((both,), "broadcast", [both], options)
 
-    def finish(self, ticket: int) -> None:
-        """Waits until a transfer has ended. Raises TimeoutError where ranks do not come to it."""
+    def finish(self, ticket: int, stream: int = 0) -> None:
+        """Waits until a transfer has ended; what the stream is given next comes behind it. Raises
+        TimeoutError where ranks do not come to it."""
+        with self._on(stream):
+            self._finish(ticket)
+
+    def _finish(self, ticket: int) -> None:
         works, _ = self._begun[ticket]
         work = works[0] if works else None
         end = time.monotonic() + self._seconds
@@ -124,6 +139,24 @@ class GlooOuter:
             self._begun.pop(ticket, None)
         self._gloo = None
         return True
+
+    def _on(self, stream: int) -> contextlib.AbstractContextManager[object]:
+        """The stream as torch's current one, where gloo looks for it."""
+        if self._device == "cpu":
+            return contextlib.nullcontext()
+        import torch
+
+        return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device))
+
+    def _bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """The bytes from an address on, as a tensor that does not own them."""
+        import torch
+
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8, device=self._device)
+        if self._device == "cpu":
+            return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+        return torch.as_tensor(_DeviceBytes(address, nbytes), device=self._device)
 
     def _begin(self, tensors: tuple[torch.Tensor, ...], method: str, *arguments: object) -> int:
         if self._closed:
@@ -206,24 +239,28 @@ class OuterRendezvous:
                 )
         rank, hosts = pool.rank, pool.hosts
         store = _store_of(pool, self._prefix, seconds)
-        flat = GlooOuter(dist.PrefixStore("flat", store), rank, pool.world, seconds)
+        flat = GlooOuter(dist.PrefixStore("flat", store), rank, pool.world, seconds, pool.device)
         here = next(number for number, ranks in enumerate(hosts) if rank in ranks)
         index = hosts[here].index(rank)
         if index > 0 and len({len(ranks) for ranks in hosts}) > 1:
             return OuterEngines(None, flat)
-        rail = GlooOuter(dist.PrefixStore(f"rail{index}", store), here, len(hosts), seconds)
+        rail = GlooOuter(dist.PrefixStore(f"rail{index}", store), here, len(hosts), seconds, pool.device)
         return OuterEngines(rail, flat)
 
     def _say(self, why: str) -> None:
         pool_store_set(self._pool, f"{self._prefix}/ready/{self._pool.rank}", why.encode(), _STORE)
 
 
-def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
-    import torch
+class _DeviceBytes:
+    """Bytes of a GPU, as torch takes them."""
 
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+    def __init__(self, address: int, nbytes: int):
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def _await(pool: Pool, key: str, end: float) -> bytes:

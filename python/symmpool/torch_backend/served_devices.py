@@ -166,11 +166,11 @@ class ServedDevices:
 
 
 def _refuse_over_hosts(hosts: tuple[tuple[int, ...], ...]) -> None:
-    """Raises UnsupportedError where ranks are on several hosts, unless the program asks for our collectives."""
+    """Raises UnsupportedError where ranks are on several hosts, unless the program wants our collectives."""
     if len(hosts) > 1 and os.environ.get(OVER_HOSTS) != "1":
         raise UnsupportedError(
-            f"symmpool: the ranks are on {len(hosts)} hosts, and {OVER_HOSTS}=1 is not set: calls on GPUs over "
-            "hosts cannot be captured in CUDA graphs yet (docs/hosts.md)"
+            f"symmpool: the ranks are on {len(hosts)} hosts, and {OVER_HOSTS}=1 is not set: calls on GPUs "
+            "over hosts cannot be captured in CUDA graphs yet (docs/hosts.md)"
         )
 
 

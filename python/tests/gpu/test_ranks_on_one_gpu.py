@@ -46,6 +46,12 @@ def test_random_programs_on_several_groups(run, world):
     assert f"programs on {world} ranks" in run(world, "ranks_programs.py", "--count", 20, "--most", 65536)
 
 
+@pytest.mark.parametrize("hosts", ["a,b", "a,a,b,b", "a,b,a"])
+def test_collectives_over_pretended_hosts(run, hosts):
+    said = run(len(hosts.split(",")), "ranks_over_hosts.py", "--hosts", hosts)
+    assert f"calls over hosts {hosts}, 0 wrong" in said
+
+
 def test_random_traffic_matrices(run):
     assert "200 matrices" in run(2, "ranks_matrices.py", "--count", 200)
 
