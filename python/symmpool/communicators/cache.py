@@ -300,8 +300,8 @@ def pools_on(key: GroupKey, device: int) -> list[Pool]:
 
 
 def hosts_of(key: GroupKey, device: int) -> tuple[tuple[int, ...], ...]:
-    """The ranks of each host of a group, by its first pool on a device. Collective where there is none yet: one
-    is made, and serves the group's calls."""
+    """The ranks of each host of a group, by its first pool on a device. Collective where there is none yet:
+    one is made, and serves the group's calls."""
     with cache.lock_for(key, device):
         pools = pools_on(key, device)
         if pools:

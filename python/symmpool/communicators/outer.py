@@ -45,8 +45,8 @@ _kept: list[Any] = []
 
 class GlooOuter:
     """Ranks connected by gloo. Lengths are in bytes; addresses are those of memory of `device` that stays
-    until the transfer is finished. A stream is a CUDA stream's handle, of no meaning on the CPU. The host waits
-    for the end of transfers, on GPUs too."""
+    until the transfer is finished. A stream is a CUDA stream's handle, of no meaning on the CPU. The host
+    waits for the end of transfers, on GPUs too."""
 
     name = "gloo"
 
