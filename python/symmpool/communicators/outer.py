@@ -146,7 +146,11 @@ class GlooOuter:
             return contextlib.nullcontext()
         import torch
 
-        return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=self._device))
+        # A handle of 0 would be a new stream to torch, and 1 is the default stream by its other name.
+        is_default = stream in (0, 1)
+        default = torch.cuda.default_stream(self._device)
+        found = default if is_default else torch.cuda.ExternalStream(stream, device=self._device)
+        return torch.cuda.stream(found)
 
     def _bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
         """The bytes from an address on, as a tensor that does not own them."""
