@@ -137,7 +137,7 @@ NIGHTLY := CARGO_INCREMENTAL=0 cargo +nightly
 HOST_TRIPLE = $(shell rustc -vV | sed -n 's/^host: //p')
 HOST_CRATES := -p symmpool-allocator -p symmpool-collectives --all-features
 # Models have threads of their own making, and kernels are compiled by a library: sanitizers see neither.
-UNWATCHED := --skip loom --skip explored --skip cuda::protocols --skip jit
+UNWATCHED := --skip loom --skip models:: --skip explored --skip cuda::protocols --skip jit
 SANITIZERS := $(CURDIR)/tests/sanitizers
 
 # Undefined behaviour, which an interpreter sees: parts of lanes whose tests take no longer than a minute or two there.
