@@ -374,7 +374,7 @@ def odd_messages(device, rank, world):
         except errors as error:
             why = str(error)
         took = time.monotonic() - began
-        wanted = "refuse" if kind == "refused" else "which expects"
+        wanted = "declined" if kind == "refused" else "which expects"
         own = kind == "refused" and rank == 0
         right = took < 20 and (why if own else wanted in why)
         check(f"a message that does not fit: {kind}", right, f"after {took:.1f} s: {why}")
