@@ -34,13 +34,14 @@ pub fn role() -> Option<String> {
     env::var(ROLE).ok()
 }
 
-/// Runs `body` in a forked child; whether it returned true there within 20 seconds.
+/// Runs `body` in a forked child; whether it returned true there within 20 seconds. `body` must take no lock that another
+/// thread may hold: in the child nobody releases it, so the child is killed after that time.
 pub fn in_child(body: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child runs `body`, whose locks no other thread of the parent holds, and ends.
+    // SAFETY: `fork` accesses no memory of Rust's. The child runs `body` and ends below, so it returns to no caller.
     let pid = unsafe { fork() };
     if pid == 0 {
         let good = catch_unwind(AssertUnwindSafe(body)).unwrap_or(false);
-        // SAFETY: ends the process at once, as a child of a program with threads must.
+        // SAFETY: `_exit` may be called anywhere. It runs no destructor and no handler of `exit`, which may need other threads.
         unsafe { _exit(c_int::from(!good)) };
     }
     let pid = Pid::from_raw(pid).expect("a child");

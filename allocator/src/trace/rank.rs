@@ -10,7 +10,7 @@ use crate::pool::{Block, Lane};
 use crate::testing::SplitMix64;
 use crate::{Error, Group, Pool, Result};
 
-/// Rank 0 reports its progress after every so many events.
+/// Number of events after which rank 0 reports its progress again.
 const REPORT_EVERY: u64 = 4096;
 
 /// The result of one rank.

@@ -6,7 +6,7 @@
 //! up a step for the sends of that step, whatever blocks make them. A peer's memory for rows is free when it has come to
 //! this call. Before all that, rows of ranks with few tokens go through inboxes (`experts/combine_low_latency.cuh`).
 
-#include <experts/bulk.cuh>
+#include <experts/tma_copy.cuh>
 #include <experts/combine_low_latency.cuh>
 
 using namespace symmpool;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void for_rows_of_step(const Comm& comm, const Experts
     }
 }
 
-// Sends rows to their sources in so many steps, and says after each that they are there. Called by all threads that send.
+// Sends rows to their sources in `steps` steps, and raises a flag after each. Called by all threads that send.
 __device__ __forceinline__ void send_steps(const Session& session, const ExpertsWork& work, PeerBlocks own, u32 steps) {
 #if !BY_EXPERT
     if (COPIES) {
@@ -232,8 +232,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (!return_low_latency(low_latency) || __syncthreads_or(!sum_low_latency(low_latency, own_rows))) {
         return;
     }
-    const auto is_bulk = [&](u32 source) { return low_latency.is_bulk(source); };
-    if (!any_is_bulk(low_latency)) {
+    const auto skips_inboxes = [&](u32 source) { return low_latency.skips_inboxes(source); };
+    if (!any_skips_inboxes(low_latency)) {
         return;
     }
     const PeerBlocks own(work.peer_blocks);
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (u32 distance = 1; distance < WORLD; ++distance) {
         const u32 source = comm.after(distance);
         const Chunks chunks(sources.tokens[source], work.peer_blocks);
-        steps = is_bulk(source) && steps_of(chunks) > steps ? steps_of(chunks) : steps;
+        steps = skips_inboxes(source) && steps_of(chunks) > steps ? steps_of(chunks) : steps;
     }
     const bool gives_weights = work.sends_weights && !sums_low_latency;
     if (steps != 0 || gives_weights) {
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             raise_flags(session, own, WEIGHTS_KIND, 1);
         }
         // Ranks with few tokens send their weights through inboxes.
-        if (work.sends_weights && !await_flags(session, own, WEIGHTS_KIND, 1, DATA, is_bulk)) {
+        if (work.sends_weights && !await_flags(session, own, WEIGHTS_KIND, 1, DATA, skips_inboxes)) {
             return;
         }
     }

@@ -6,7 +6,7 @@
 
 #include <experts/handle.cuh>
 #include <experts/inbox.cuh>
-#include <experts/returned.cuh>
+#include <experts/combine_recv.cuh>
 
 namespace symmpool {
 
@@ -63,11 +63,11 @@ struct LowLatencyCombine {
 
     __device__ __forceinline__ u32 pieces() const { return Piece<COMBINE_VECTORS>::count(rows.vectors); }
 
-    __device__ __forceinline__ bool is_bulk(u32 source) const { return !is_low_latency(work, sources.tokens[source]); }
+    __device__ __forceinline__ bool skips_inboxes(u32 source) const { return !is_low_latency(work, sources.tokens[source]); }
 
     // How many rows this rank returns through the inbox of a rank.
     __device__ __forceinline__ u32 returns(u32 source) const {
-        return source != session.comm.rank && !is_bulk(source) ? sources.rows(source, work.inbox_tokens) : 0;
+        return source != session.comm.rank && !skips_inboxes(source) ? sources.rows(source, work.inbox_tokens) : 0;
     }
 };
 

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <experts/work.cuh>
+#include <experts/params.cuh>
 
 namespace symmpool {
 
@@ -240,7 +240,7 @@ private:
         }
     }
 
-    // Gives each expert a part of so many rows, whatever the counts are that stand there.
+    // Gives each expert a part of `rows` rows, whatever the counts are that stand there.
     __device__ __forceinline__ void divide(u32 local, u32 rows) {
         u32 own = 0;
         for (u32 i = threadIdx.x; i <= local; i += 32) {

@@ -280,17 +280,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return;
     }
     // Rows of ranks with many tokens have arrived when flags say so.
-    const auto is_bulk = [&](u32 source) { return low_latency.is_bulk(source); };
-    if (!any_is_bulk(low_latency)) {
+    const auto skips_inboxes = [&](u32 source) { return low_latency.skips_inboxes(source); };
+    if (!any_skips_inboxes(low_latency)) {
         return;
     }
     const PeerBlocks own(work.peer_blocks);
-    if (!await_flags(session, own, ARRIVED, 1, DATA, is_bulk)) {
+    if (!await_flags(session, own, ARRIVED, 1, DATA, skips_inboxes)) {
         return;
     }
 #pragma unroll 1
     for (u32 source = 0; source < WORLD; ++source) {
-        if (!is_bulk(source) || (work.known && !BY_EXPERT)) {
+        if (!skips_inboxes(source) || (work.known && !BY_EXPERT)) {
             continue;
         }
         const ArrivedRows rows = keep_arrived(work, own, source);

@@ -4,7 +4,7 @@
 
 #pragma once
 
-#include <experts/arrived.cuh>
+#include <experts/recv_rows.cuh>
 #include <experts/handle.cuh>
 
 namespace symmpool {
@@ -52,14 +52,14 @@ struct LowLatencyDispatch {
     // Where ranks say how many rows they send by a handle: where else the first vector of their counts is.
     __device__ __forceinline__ SentRows sent() const { return SentRows{CountVectors(routing.local).vectors}; }
 
-    __device__ __forceinline__ bool is_bulk(u32 source) const {
+    __device__ __forceinline__ bool skips_inboxes(u32 source) const {
         return !is_low_latency(work, shared.counts.tokens[source]);
     }
 
     // How many rows of a rank arrive here: never more than it has tokens, nor than the inbox has room for. A handle whose
     // offsets decrease there has none, as in a combine (`CombineSources`): nobody waits for rows that no offset tells of.
     __device__ __forceinline__ u32 arriving(u32 source) const {
-        if (source == session.comm.rank || is_bulk(source)) {
+        if (source == session.comm.rank || skips_inboxes(source)) {
             return 0;
         }
         const u32 tokens = shared.counts.tokens[source];

@@ -5,33 +5,33 @@
 
 #pragma once
 
-#include <experts/work.cuh>
+#include <experts/params.cuh>
 #include <symmpool/impl/lamport_escaped.cuh>
 
 namespace symmpool {
 
 static_assert(ITEM == 32, "a piece is made of items");
 
-// Whether the rows that a rank with so many tokens sends in a dispatch, or gets back in a combine, go through inboxes.
+// Whether the rows that a rank with `tokens` tokens sends in a dispatch, or gets back in a combine, go through inboxes.
 // With ONLY_LOW_LATENCY no rank can have more, so that a kernel has nothing for other tokens: its instructions are loaded in
 // less time, which is what small calls wait for.
 __device__ __forceinline__ bool is_low_latency(const ExpertsWork& work, u32 tokens) {
     return ONLY_LOW_LATENCY || tokens <= work.inbox_tokens;
 }
 
-// Whether any rank, this one included, has many tokens: `path.is_bulk(rank)` says it of one.
-template <typename Path> __device__ __forceinline__ bool any_is_bulk(const Path& path) {
+// Whether any rank, this one included, has many tokens: `path.skips_inboxes(rank)` says it of one.
+template <typename Path> __device__ __forceinline__ bool any_skips_inboxes(const Path& path) {
     bool any = false;
 #pragma unroll
     for (u32 rank = 0; rank < WORLD; ++rank) {
-        any = any || path.is_bulk(rank);
+        any = any || path.skips_inboxes(rank);
     }
     return any;
 }
 
 // Which flags between peer blocks a call uses: none if no rank has many tokens.
 template <typename Path> __device__ __forceinline__ UsedBytes used_flags_of(const Path& path) {
-    return used_flags(any_is_bulk(path) ? path.work.peer_blocks : 0);
+    return used_flags(any_skips_inboxes(path) ? path.work.peer_blocks : 0);
 }
 
 // Sends the handshake of a call, as `send_handshake` does. Where no rank can have many tokens no peer writes to this
@@ -54,8 +54,8 @@ struct InboxRows {
         : vectors(static_cast<u32>(row_bytes / 16)),
           stride((vectors + 2 * MARK_VECTORS - 1) / (2 * MARK_VECTORS) * (2 * MARK_VECTORS)) {}
 
-    // Expires escape marks of old calls behind those of so many rows of a source. Called by all threads of the leader
-    // block.
+    // Expires escape marks of old calls behind those of the first `used` rows of rank `from`. Called by all threads of
+    // the leader block.
     __device__ __forceinline__ void expire(const Session& session, u32 from, u32 used) const {
         if (from != session.comm.rank) {
             const EscapedSlot inbox(session, session.comm.rank, from);
@@ -89,7 +89,8 @@ struct InboxDetails {
         return await_vector(session, from, slot(session, session.comm.rank, from, row, nth), vector);
     }
 
-    // Expires flags of old calls behind those of so many rows of a source. Called by all threads of the leader block.
+    // Expires flags of old calls behind those of the first `used` rows of rank `from`. Called by all threads of the leader
+    // block.
     __device__ __forceinline__ void expire(const Session& session, u32 from, u32 used) const {
         expire_bytes(session, slot(session, session.comm.rank, from, used, 0), 32ull * (rows - used) * each);
     }
@@ -102,7 +103,7 @@ struct BlockRows {
     u32 part = 0;
     u32 parts = 1;
 
-    // Shares `rows` rows of so many pieces, each of which is for a warp. Block `first` begins with the first row.
+    // Shares `rows` rows of `pieces` pieces each, of which a warp copies one. Block `first` begins with the first row.
     __device__ __forceinline__ BlockRows(u32 rows, u32 pieces, u32 first) {
         const u32 blocks = worker_blocks();
         const u32 block = worker_block() < first ? worker_block() + blocks - first : worker_block() - first;

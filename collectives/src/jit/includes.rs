@@ -95,7 +95,7 @@ mod tests {
         }
         assert!(!device.contains(&"fused/norm.cuh"), "{device:?}");
         let one_sided = names(ONE_SIDED.source);
-        assert!(!one_sided.contains(&"experts/tile.cuh"), "{one_sided:?}");
+        assert!(!one_sided.contains(&"experts/token_tile.cuh"), "{one_sided:?}");
     }
 
     #[test]

@@ -73,7 +73,7 @@ impl PeerSockets {
         if gone.is_empty() { Ok(()) } else { Err(Error::peer_lost(gone, CLOSED)) }
     }
 
-    /// Takes the barrier_messages out of the sockets that are not behind packets of rounds.
+    /// Takes messages of barriers out of the sockets, as far as no packet of a round is before them.
     pub(super) fn take_in_barrier_messages(&mut self) {
         let Self { sockets, buffer, barrier_messages, .. } = self;
         for (rank, socket) in connected(sockets) {

@@ -42,7 +42,7 @@ impl PeerSockets {
     ///
     /// A rank that has failed before still takes part, with nothing to send, so that the others do not
     /// wait for it. Returns the ranks that did so although descriptors were expected of them; all ranks
-    /// have to agree afterwards that the exchange is void.
+    /// must agree afterwards that the exchange is void.
     ///
     /// Any failure breaks the connections, an error of `on_receive` too. A caller that can go on without
     /// a descriptor returns `Ok` from `on_receive` and agrees with the others afterwards. Errors:

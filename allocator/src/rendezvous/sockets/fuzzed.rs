@@ -17,11 +17,12 @@ use crate::{Deadline, Result};
 /// Packet of a peer.
 #[derive(Clone, Debug)]
 pub enum MeshPacket {
-    /// Any bytes, and so many descriptors.
+    /// Any bytes, and a number of descriptors.
     Bytes(Vec<u8>, u8),
-    /// A payload behind a header that is right for this kind of message.
+    /// A kind of message, a payload behind a header that is right for it, and a number of descriptors.
     Payload(u16, Vec<u8>, u8),
-    /// A piece of a gather: its round, whether it is of this gather, its place, the length of the whole, and bytes.
+    /// A piece of a gather: its round, whether it is of this gather, its first byte's index, the length of the whole,
+    /// and bytes.
     Part(u64, bool, u64, u64, Vec<u8>),
     /// Descriptors of an exchange: round, first, count, total, and how many come.
     Descriptors(u64, u32, u32, u32, u8),
@@ -34,11 +35,11 @@ pub enum MeshPacket {
 /// Reactions of the rank to its peer's packets.
 #[derive(Clone, Copy, Debug)]
 pub enum MeshCall {
-    /// A gather, in which this rank has so many bytes.
+    /// A gather, in which this rank has this number of bytes.
     Gather(u16),
-    /// An exchange of so many descriptors.
+    /// An exchange, in which this rank sends none and expects this number of descriptors.
     Exchange(u8),
-    /// It looks for messages of a barrier.
+    /// A look for messages of the barrier that has these two numbers.
     Hear(u64, u64),
 }
 

@@ -25,8 +25,8 @@ struct Gather<'a> {
 }
 
 impl PeerSockets {
-    /// Every rank's `value`, in rank order. Collective; `what` says in messages what is gathered, and
-    /// has to be the same on all ranks.
+    /// Every rank's `value`, in rank order. Every rank must make this call, with the same `what`, which says in
+    /// messages what is gathered.
     ///
     /// Each rank sends one packet to each peer if its value fits into one. Any failure breaks the
     /// connections: [`Error::is_peer_lost`] at once, [`Error::is_timeout`] naming ranks that did not

@@ -147,7 +147,7 @@ impl Farewell {
         message::decode(rank, frame).ok()
     }
 
-    /// The frame of it; a shorter reason stands in for one that is too long for a packet.
+    /// The farewell's frame; a shorter reason stands in for one that is too long for a packet.
     pub(super) fn frame(&self) -> Result<Vec<u8>> {
         let frame = message::encode(self)?;
         if frame.len() <= MAX_FRAME {

@@ -17,7 +17,7 @@ use crate::random::random_bytes;
 /// How long the server may take to say that a request is cancelled.
 const CANCELLED_IN: Duration = Duration::from_millis(500);
 
-/// How long what a broken connection still has to read is read.
+/// How long a client still reads from a broken connection, whose last message may say why it broke.
 const LAST_WORDS_IN: Duration = Duration::from_millis(100);
 
 /// An open connection on which no request is under way.
@@ -149,7 +149,7 @@ impl ClientConnection {
         }
     }
 
-    /// Receives a reply; `None` if the server said what is none, which is kept.
+    /// Receives the server's next message: a reply, or `None` for news of which rank left first, which is noted.
     fn receive_message(
         &mut self,
         limit: WaitLimit<'_>,

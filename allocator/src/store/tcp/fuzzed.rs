@@ -218,7 +218,7 @@ impl Session {
         self.check_replies(&expected, Some(client));
     }
 
-    /// Notes a value, and who gets it. A value for which there may be no room is the server's to refuse.
+    /// Notes a value, and who gets it. The server may refuse a value for which there may be no room.
     fn now_is(
         &mut self,
         client: Client,

@@ -4,7 +4,7 @@ use super::ExpertShape;
 use crate::types::bump_layout::BumpLayout;
 use crate::types::kernel_struct::kernel_structs;
 
-/// Most chunks into which kernels cut a rank's tokens: `MAX_CHUNKS` in `experts/work.cuh`.
+/// Most chunks into which kernels cut a rank's tokens: `MAX_CHUNKS` in `experts/params.cuh`.
 const MAX_CHUNKS: u32 = 2048;
 
 /// Where things lie in the symmetric memory of a buffer, which peers write: offsets in bytes.
@@ -98,7 +98,7 @@ pub struct HandleParts {
 impl HandleParts {
     /// The number by which a handle says how the rows of its dispatch lie. No other memory is likely to have it.
     pub(crate) fn layout_word(by_expert: bool) -> i32 {
-        // `experts/work.cuh` has the same words.
+        // `experts/params.cuh` has the same words.
         0x5e1d_ab00 + i32::from(by_expert)
     }
 

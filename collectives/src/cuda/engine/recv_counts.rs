@@ -13,7 +13,7 @@ use crate::call::experts::MAX_EXPERTS;
 use crate::cuda::driver::api::Api;
 use crate::cuda::driver::pinned_words::Words;
 
-// Which word has what: as in `experts/work.cuh`.
+// Which word has what: as in `experts/params.cuh`.
 const NUMBER: usize = 0;
 const ROWS: usize = 1;
 const BY_EXPERT: usize = 2;

@@ -49,7 +49,7 @@ kernel_structs! {
 // Those of `all_to_all/traffic.cuh`.
 const OVERFLOW: u32 = 1;
 const SPLITS: u32 = 2;
-// Those of `experts/work.cuh`.
+// Those of `experts/params.cuh`.
 const NO_EXPERT: u32 = 3;
 const ROWS_OVERFLOW: u32 = 4;
 const EXPERTS_OVERFLOW: u32 = 5;

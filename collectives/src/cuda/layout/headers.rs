@@ -81,7 +81,7 @@ fn headers() -> Vec<Header> {
         ),
         with_types("fused/norm_layout.cuh", params, vec![layout::<NormWork>()]),
         with_types(
-            "experts/work_layout.cuh",
+            "experts/params_layout.cuh",
             "call/experts/layout.rs",
             vec![layout::<ExpertsWork>()],
         ),

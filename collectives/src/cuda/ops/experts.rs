@@ -26,7 +26,7 @@ const MAX_WORKER_BLOCKS: u32 = 128;
 /// | 87 | 37.9, 88, 273 | 39.4, 91, 276 | 37.9, 88, 276 |
 /// | 260 | 38.1, 100, 292 | 40.0, 100, 297 | 38.1, 99, 292 |
 const PEER_BLOCKS: u32 = MAX_STAGE_BLOCKS;
-/// The most tokens that a rank dispatches through inboxes: `TILE` in `experts/work.cuh`. More tokens take longer there, as
+/// The most tokens that a rank dispatches through inboxes: `TILE` in `experts/params.cuh`. More tokens take longer there, as
 /// their receiver copies them, than waiting for peers does.
 const MAX_DISPATCH_INBOX_TOKENS: u64 = 128;
 /// The most tokens of a rank whose rows come back through its inbox. It reads them once wherever they come, so more do: on

@@ -40,7 +40,8 @@ impl EventLoop {
         }
     }
 
-    /// Sends a client news, which is no reply. It may take long to read it: only the last one waits for it.
+    /// Sends a client a message that answers no request. A client may read late: of such messages only the last one is
+    /// kept for it.
     pub(super) fn tell(&mut self, client: Client, frame: Frame) {
         let Some(connection) = self.connections.get_mut(&client) else { return };
         connection.outgoing.push_news(frame);

@@ -1,5 +1,5 @@
-//! Copies of memory by the unit of an SM that copies between global and shared memory. One thread gives it pieces; no
-//! other thread or register is needed, so that few SMs keep a link busy and compute meanwhile.
+//! Copies by TMA, the unit of an SM that copies between global and shared memory ("bulk" in PTX). One thread gives it
+//! pieces. No other thread or register is needed, so few SMs keep a link busy, and compute meanwhile.
 
 #pragma once
 
@@ -41,7 +41,7 @@ public:
         }
     }
 
-    // Begins to copy so many bytes: a multiple of 16, as addresses are.
+    // Begins to copy `length` bytes. `length` and both addresses must be multiples of 16.
     __device__ __forceinline__ void copy(char* to, const char* from, u64 length) {
 #pragma unroll 1
         for (u64 done = 0; done < length; done += BULK_BYTES) {

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <experts/tile.cuh>
+#include <experts/token_tile.cuh>
 
 namespace symmpool {
 

@@ -7,16 +7,17 @@
 
 #pragma once
 
-#include <experts/work_layout.cuh>
+#include <experts/params_layout.cuh>
 #include <symmpool/impl/peer_blocks.cuh>
 #include <symmpool/impl/vector.cuh>
 
 namespace symmpool {
 
-// Bound of chunks; `call/experts/layout.rs` has it too, and makes room for so many.
+// Bound of chunks; `call/experts/layout.rs` has it too, and makes room for as many.
 constexpr u32 MAX_CHUNKS = 2048;
-// Most chunks of a peer block: so many times it signals in a call. Fewer tokens are not worth a signal.
+// Most chunks of a peer block, which signals once for each in a call.
 constexpr u32 MAX_STEPS = 8;
+// Fewer tokens than these are not worth a signal.
 constexpr u32 CHUNK_TOKENS = 4;
 // Bounds that `call/experts/mod.rs` has too.
 constexpr u32 MAX_EXPERTS = 1024;
@@ -49,13 +50,13 @@ struct Chunks {
 
 constexpr u32 WARPS = THREADS / 32;
 
-// A piece of a row: so many vectors of 16 bytes for each thread of a warp.
+// A piece of a row: COUNT vectors of 16 bytes for each thread of a warp.
 template <u32 COUNT> struct Piece {
     u32 row;
     u32 at[COUNT];  // which vector of the row
     bool live[COUNT];
 
-    // Piece `nth` of rows of so many vectors, each of which has `each` pieces.
+    // Piece `nth` of rows of `vectors` vectors, each of which has `each` pieces.
     __device__ __forceinline__ Piece(u32 nth, u32 each, u32 vectors) : row(nth / each) {
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
@@ -87,8 +88,8 @@ template <u32 COUNT> struct Piece {
     }
 };
 
-// Calls `visit(piece)` for the pieces of `rows` rows of so many vectors, which `parts` blocks divide; this one is number
-// `part` of them. Called by all threads of a block; whole warps get the same piece.
+// Calls `visit(piece)` for the pieces of `rows` rows of `vectors` vectors. Of `parts` blocks that share them, this one
+// has part `part`. Called by all threads of a block; whole warps get the same piece.
 template <u32 COUNT, typename Visit>
 __device__ __forceinline__ void for_pieces(u32 rows, u32 vectors, u32 part, u32 parts, Visit visit) {
     const u32 each = Piece<COUNT>::count(vectors);

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <experts/work.cuh>
+#include <experts/params.cuh>
 #include <symmpool/reduce.cuh>
 
 namespace symmpool {
