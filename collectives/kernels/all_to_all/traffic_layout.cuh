@@ -28,9 +28,9 @@ struct Traffic {
     u64 capacity;
     // The offset of the output in the slot, or `UNKNOWN` if it is no window.
     u64 window;
-    // Parts of at most so many bytes go through inboxes.
+    // Parts of at most this many bytes go through inboxes.
     u64 inbox_bytes;
-    // So many bytes at the beginning of longer parts go through inboxes.
+    // Bytes at the beginning of longer parts that go through inboxes.
     u32 head;
     // Bytes of an element.
     u32 size;

@@ -66,7 +66,7 @@ struct ExpertsWork {
     u32 peer_blocks;
     // Whether weights are sent ahead of a combine.
     u32 sends_weights;
-    // A rank with at most so many tokens sends them through inboxes in a dispatch, and gets its rows back through them
+    // A rank with at most this many tokens sends them through inboxes in a dispatch, and gets its rows back through them
     // in a combine. The two calls have numbers of their own.
     u32 inbox_tokens;
     // The number that a dispatch writes to `sizes` when it has told all.

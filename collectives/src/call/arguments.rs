@@ -47,7 +47,7 @@ impl StandardCall {
         }
     }
 
-    /// Shape of the call for those who select an algorithm for it, among so many ranks that are linked so.
+    /// Shape of the call, by which an algorithm is selected for it. `topology` is how the `world` ranks are linked.
     pub(crate) fn shape(
         &self,
         world: u32,

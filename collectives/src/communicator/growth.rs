@@ -106,7 +106,7 @@ impl Communicator {
         self.grow(inner, CallDescription::new(OpType::AllToAllV).elements(dtype, 0), stream)
     }
 
-    /// Grows before any call in which every rank sends so many bytes to each, if they do not fit into an inbox.
+    /// Grows before any call in which every rank sends `bytes` bytes to each, if they do not fit into `inbox`.
     pub(super) fn grow_above(
         &self,
         inner: &mut Inner,

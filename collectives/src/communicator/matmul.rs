@@ -196,7 +196,7 @@ impl Communicator {
         }
     }
 
-    /// Whether [`Self::matmul_all_reduce_at`] has memory for the products of all ranks, of so many rows and columns. The same on
+    /// Whether [`Self::matmul_all_reduce_at`] has memory for the products of all ranks, of `rows` rows and `columns` columns. The same on
     /// every rank.
     pub fn has_room_for_matmul(&self, rows: usize, columns: usize) -> bool {
         match &self.lock().engine {
@@ -205,7 +205,7 @@ impl Communicator {
         }
     }
 
-    /// Takes memory for a product of so many rows and columns where the communicator's memory
+    /// Takes memory for a product of `rows` rows and `columns` columns where the communicator's memory
     /// [grows](super::CommunicatorOptions::device_memory_grows), and says whether there is room for it then. It is a call like
     /// any other where it takes memory: every rank makes it in the same order, and waits for the others.
     ///

@@ -122,7 +122,7 @@ impl SubgroupMemory {
         (0..ENTRIES).find_map(|index| self.entry(rank, index).said(key))
     }
 
-    /// Says to a group that this rank is here, with room for a control block of so many bytes, of which the first
+    /// Says to a group that this rank is here, with room for a control block of `control` bytes, of which the first
     /// `zeroed` are zero. `ranks` are those of the group here, in its order. `None` where there is no room for it: the
     /// rank comes another way.
     pub(crate) fn offer(

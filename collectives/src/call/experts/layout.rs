@@ -197,7 +197,7 @@ kernel_structs! {
         pub(crate) peer_blocks: u32,
         /// Whether weights are sent ahead of a combine.
         pub(crate) sends_weights: u32,
-        /// A rank with at most so many tokens sends them through inboxes in a dispatch, and gets its rows back through them
+        /// A rank with at most this many tokens sends them through inboxes in a dispatch, and gets its rows back through them
         /// in a combine. The two calls have numbers of their own.
         pub(crate) inbox_tokens: u32,
         /// The number that a dispatch writes to `sizes` when it has told all.

@@ -39,7 +39,7 @@ pub(crate) const SUMS_BYTES: usize = 4 * TILE.0 * TILE.1;
 /// device of compute capability 9.0, which has 132 of them, with some to spare.
 pub(crate) const MAX_PARTIAL_TILES: usize = 144;
 const SCRATCH_BYTES: usize = MAX_PARTIAL_TILES * SUMS_BYTES;
-/// Matrices, and their rows, begin at multiples of so many bytes.
+/// Matrices, and their rows, begin at multiples of this many bytes.
 const ALIGNMENT: usize = 16;
 /// The driver counts rows and columns in 32 bits, and the kernel tiles.
 const MAX_ELEMENTS: usize = 1 << 28;
@@ -54,7 +54,7 @@ pub struct MatrixView {
 }
 
 impl MatrixView {
-    /// Whether the matrix is where it can be addressed, with so many bytes in a row.
+    /// Whether the matrix is where it can be addressed, with `bytes` bytes in a row.
     fn fits(self, bytes: usize) -> bool {
         (self.begin | self.pitch).is_multiple_of(ALIGNMENT as u64)
             && self.pitch < 1 << 40
@@ -86,7 +86,7 @@ fn are_sizes(sizes: &[usize]) -> bool {
     sizes.iter().all(|size| (1..MAX_ELEMENTS).contains(size))
 }
 
-/// Whether so many rows of a part are in so many batches.
+/// Whether `rows` rows of a part can lie in `batches` batches.
 fn are_batches(rows: usize, batches: usize) -> bool {
     batches == 1 || (batches != 0 && rows.is_multiple_of(batches.saturating_mul(BATCH_ROWS)))
 }

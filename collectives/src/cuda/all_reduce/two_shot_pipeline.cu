@@ -6,8 +6,8 @@
 //! has two halves, which stages use in turn. In an all-reduce, results go straight into outputs that are windows; for
 //! other outputs (`CallParams::root` is not 0) they go through scratch, too, from where each rank copies them.
 //!
-//! Two flags of each index count stages: ARRIVED says that the inputs of so many stages are in the receiver's scratch,
-//! and FINISHED that so many have been reduced, and that their results are where they go. Both say more, by the order in
+//! Two flags of each index count stages: ARRIVED says that the inputs of that many stages are in the receiver's scratch,
+//! and FINISHED that that many have been reduced, and that their results are where they go. Both say more, by the order in
 //! which a block does things: when a stage's inputs have arrived, its sender has read them, and has copied the results
 //! of all but the last two stages before it. So a half of the scratch is empty again when it is written.
 

@@ -16,7 +16,7 @@ using namespace symmpool;
 
 constexpr int UNROLL = 4;
 
-// A step is announced when so many sixteenths of the one before are done: 6 us ahead for 64 MiB on four H200s, where a
+// A step is announced when this many sixteenths of the one before are done: 6 us ahead for 64 MiB on four H200s, where a
 // word takes 1.2 us, and the stores before it some time more.
 constexpr u32 ANNOUNCED = 14;
 

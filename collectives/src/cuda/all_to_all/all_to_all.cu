@@ -15,12 +15,12 @@
 
 using namespace symmpool;
 
-// A vector that leaves the device takes a block so many times as long as one of the rank's own part.
+// A vector that leaves the device takes a block this many times as long as one of the rank's own part.
 constexpr u64 PEER_WEIGHT = 4;
 
-// Parts of at least so many bytes are sent in step: what links gain is more than what keeping step takes.
+// Parts of at least this many bytes are sent in step: what links gain is more than what keeping step takes.
 constexpr u64 STEP_BYTES = 1 << 20;
-// One of so many blocks copies the rank's own part meanwhile, which is as long as that of a peer.
+// One of this many blocks copies the rank's own part meanwhile, which is as long as that of a peer.
 constexpr u32 OWN_BLOCKS = WORLD > 1 ? 4 * (WORLD - 1) : 1;
 
 // Whether all pairs exchange about the same amount of data, enough of it, and all of it directly. The answer is the same

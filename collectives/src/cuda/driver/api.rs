@@ -212,12 +212,12 @@ impl Api {
         }
     }
 
-    /// Writes a word so many times from an address on, when the stream comes to it. The device's context must be current.
+    /// Writes `word` to the `words` words from `address` on, when the stream comes to it. The device's context must be current.
     ///
     /// # Safety
     ///
-    /// The address is a multiple of 4, and as many words are mapped there; nothing else uses them until the stream is past
-    /// this.
+    /// `address` must be a multiple of 4, and `words` words must be mapped there. Nothing else may use them until the stream
+    /// is past this.
     pub(in crate::cuda) unsafe fn fill(
         &self,
         address: u64,
@@ -225,7 +225,7 @@ impl Api {
         words: u64,
         stream: Stream,
     ) -> Result<()> {
-        // SAFETY: the caller promised that so many words are mapped at the address, and that nothing else uses them
+        // SAFETY: the caller promised that `words` words are mapped at the address, and that nothing else uses them
         // until the stream is past this. The stream is live, which whoever made the `Stream` from a raw handle vouched
         // for.
         let code =

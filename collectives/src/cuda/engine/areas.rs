@@ -351,7 +351,7 @@ mod tests {
     use crate::cuda::select::table::MeasuredTable;
     use crate::{AllReduceAlgorithm, DType};
 
-    /// Returns what a call of so many bytes is launched with: the algorithm, and whether one launch takes all of them.
+    /// Returns what a call of `shape` is launched with: the algorithm, and whether one launch takes all of them.
     fn served(
         shape: &AllReduceShape,
         control: &ControlLayout,

@@ -105,8 +105,8 @@ impl CudaEngine {
         unsafe { self.launch(kernel, (1, BARRIER_THREADS), &CallParams::of(&call), None, stream) }
     }
 
-    /// Puts a kernel of so many blocks and threads on the stream that opens with a handshake, behind what this communicator
-    /// put on another one before. Kernels of all-to-alls are given `traffic` too.
+    /// Puts a kernel that begins with a handshake on the stream, behind what this communicator put on another one before. `grid`
+    /// is the number of its blocks, and of threads in each. Kernels of all-to-alls are given `traffic` too.
     ///
     /// # Safety
     ///
@@ -238,7 +238,7 @@ impl CudaEngine {
         }
         let api = self.api;
         cuda(self.pool.driver())?.with_context(|| {
-            // SAFETY: the caller promised that so many bytes are readable at `from` and writable at `to` until the
+            // SAFETY: the caller promised that `bytes` bytes are readable at `from` and writable at `to` until the
             // stream has done the copy; the stream is live, as whoever made it of a raw handle promised.
             let code = unsafe { (api.copy)(to, from, bytes as usize, stream.raw() as CudaHandle) };
             CudaDriver::check(code, || format!("copying {bytes} bytes to {to:#x}"))

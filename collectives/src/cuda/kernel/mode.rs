@@ -64,7 +64,7 @@ pub(in crate::cuda) struct ExpertsMode {
     pub(in crate::cuda) by_expert: bool,
     /// Whether a dispatch quantises tokens.
     pub(in crate::cuda) quantizes: bool,
-    /// Whether no rank can have so many tokens that rows travel in any other way than through inboxes.
+    /// Whether rows of every rank travel through inboxes alone, as no rank can have more tokens than fit there.
     pub(in crate::cuda) only_low_latency: bool,
 }
 

@@ -301,7 +301,7 @@ impl Modules {
         Ok(made.0)
     }
 
-    /// Compiles kernels whose sources are no files of ours, so many at a time. What fails does so again when it is loaded.
+    /// Compiles kernels whose sources are no files of ours, `threads` of them at a time. What fails does so again when it is loaded.
     pub(in crate::cuda) fn compile_generated(
         &self,
         kernels: &[(GeneratedKernel, GeneratedSource)],
@@ -335,8 +335,8 @@ impl Modules {
         self.load_image(&image, (entry, spec.threads, spec.mode.shared_bytes()), &variant)
     }
 
-    /// The context must be current. The kernel has that entry point, at most so many threads, and so many bytes of shared
-    /// memory besides its own.
+    /// The context must be current. The kernel begins at `entry`, and is launched with at most `threads` threads in a block and
+    /// `shared` bytes of shared memory besides its own.
     fn load_image(
         &self,
         image: &Image,

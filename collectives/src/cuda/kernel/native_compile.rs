@@ -52,7 +52,7 @@ impl NativeKernel {
         Ok(image.bytes.len())
     }
 
-    /// Variant that is compiled for so many ranks.
+    /// Variant that is compiled for `world` ranks.
     pub(in crate::cuda) fn key(&self, world: u32, dtype: DType, op: ReduceOp) -> GeneratedKernel {
         GeneratedKernel {
             world,

@@ -135,7 +135,7 @@ fn words(world: u32) -> u64 {
         + (64 << 10)
 }
 
-/// Bytes of the whole pages in so many bytes: rounds down to a multiple of 4096.
+/// Bytes of the whole pages in `bytes` bytes: rounds down to a multiple of 4096.
 fn pages(bytes: u64) -> u64 {
     bytes / 4096 * 4096
 }

@@ -25,7 +25,7 @@ const STRIPE_BYTES: u64 = 16 << 10;
 /// Chunks that a stripe's data is divided into, so that the receiver handles one while the next arrives.
 const CHUNKS: u64 = 4;
 
-/// Least bytes of a chunk: sending a flag takes as long as so many bytes.
+/// Least bytes of a chunk: sending a flag takes as long as this many bytes.
 const MIN_CHUNK_BYTES: u64 = 32 << 10;
 
 /// Bytes of a line: stripes begin at multiples of it.

@@ -7,7 +7,7 @@ use crate::call::CallDescription;
 use crate::call::matmul::MAX_PROBLEMS;
 use crate::types::kernel_struct::kernel_structs;
 
-/// Most peer blocks: the control block has flags for so many. Twice as many as an H200 runs at 512 threads.
+/// Most peer blocks: the control block has flags for as many. Twice as many as an H200 runs at 512 threads.
 pub(in crate::cuda) const MAX_PEER_BLOCKS: u32 = 1056;
 /// Ranks whose vectors a kernel holds in registers at once; more would spill.
 pub(in crate::cuda) const MAX_RANKS: u32 = 8;
@@ -18,7 +18,7 @@ pub(in crate::cuda) const LL128_PAYLOAD: u64 = 120;
 pub(in crate::cuda) const ITEM: u64 = 512;
 /// Areas of memory for data: `AREAS` in `symmpool/impl/comm.cuh`.
 const AREAS: usize = 2;
-/// Communicators of a process that may share a device's SMs by turns: so many have a mark in [`SmLock`].
+/// Communicators of a process that may share a device's SMs by turns: [`SmLock`] has a mark for each.
 pub(in crate::cuda) const SM_LOCK_MEMBERS: usize = 40;
 /// Bytes of [`LocalState`], rounded up to whole cache lines.
 pub(in crate::cuda) const LOCAL: u64 = size_of::<LocalState>().next_multiple_of(128) as u64;
@@ -331,9 +331,9 @@ kernel_structs! {
         pub(in crate::cuda) capacity: u64,
         /// The offset of the output in the slot, or `UNKNOWN` if it is no window.
         pub(in crate::cuda) window: u64,
-        /// Parts of at most so many bytes go through inboxes.
+        /// Parts of at most this many bytes go through inboxes.
         pub(in crate::cuda) inbox_bytes: u64,
-        /// So many bytes at the beginning of longer parts go through inboxes.
+        /// Bytes at the beginning of longer parts that go through inboxes.
         pub(in crate::cuda) head: u32,
         /// Bytes of an element.
         pub(in crate::cuda) size: u32,

@@ -14,7 +14,7 @@ pub(super) fn next_epoch(epoch: u32) -> u32 {
     if epoch == LAST { first } else { epoch + 1 }
 }
 
-/// Epochs of so many calls in a row, and of more where models are to be deeper.
+/// Epochs of `count` calls in a row, and of more where models are to be deeper.
 pub(super) fn epochs(first: u32, count: usize) -> Vec<u32> {
     std::iter::successors(Some(first), |epoch| Some(next_epoch(*epoch)))
         .take(count + deeper())

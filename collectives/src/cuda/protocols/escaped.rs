@@ -85,7 +85,7 @@ fn escaped(calls: &[[u32; 4]]) -> KernelModel {
     model
 }
 
-/// All sequences of so many calls whose first word is ordinary, looks like empty memory, or like an escaped word.
+/// All sequences of `calls` calls whose first word is ordinary, looks like empty memory, or like an escaped word.
 fn sequences(calls: usize) -> Vec<Vec<[u32; 4]>> {
     let vectors = |nth: usize| {
         let ordinary = |word| data(nth as u32, SENDER, word);

@@ -154,7 +154,7 @@ impl Device {
     }
 }
 
-/// How many states there are of so many communicators, whose kernels follow each other; or what must not be.
+/// How many states there are of `members` communicators, each of which runs `kernels` kernels one after the other; or what must not be.
 fn search(members: usize, grid: u64, kernels: usize) -> Result<usize, String> {
     let first = Device::new(members, grid);
     let (mut seen, mut left) = (BTreeSet::from([first.clone()]), vec![first]);

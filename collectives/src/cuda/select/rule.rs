@@ -31,25 +31,25 @@ impl ChosenBy {
     }
 }
 
-/// All-reduces of at least so many bytes go in stages where calls may run beside compute. With 29 SMs of two H100s, 64 MiB take 236
+/// All-reduces of at least this many bytes go in stages where calls may run beside compute. With 29 SMs of two H100s, 64 MiB take 236
 /// us in stages, 254 by pushes and 355 through inboxes, and 4 MiB take 25, 38 and 24 us.
 const BESIDE_COMPUTE_BYTES: u64 = 24 << 20;
-/// All-reduces of two ranks of at least so many bytes go by copy engines in pieces beside compute. A step of matrix products of two H200s beside
+/// All-reduces of two ranks of at least this many bytes go by copy engines in pieces beside compute. A step of matrix products of two H200s beside
 /// 64 MiB takes 0.98 to 1.01 of what it takes beside NCCL's, and 1.05 beside stages; beside 256 MiB 0.95 and 1.00. With four,
 /// DDP's steps make 0.86 of NCCL's tokens a second so: 1 GiB takes 6.6 ms, and 4.8 in stages.
 const IN_PIECES_BYTES: u64 = 48 << 20;
 /// Bytes that an H200 sends to its peers in the time that one more hop takes: about 2 us at 350 GB/s.
 /// Two shots send fewer bytes; one shot needs one hop less.
 const HOP_BYTES: u64 = 700 << 10;
-/// Between two ranks one shot and two shots send the same bytes. Up to so many bytes, one shot is faster as it needs
+/// Between two ranks one shot and two shots send the same bytes. Up to this many bytes, one shot is faster as it needs
 /// one hop less; above, two shots are, as they reduce less and use less memory of inboxes.
 const PAIR_HOP_BYTES: u64 = 4 << 20;
-/// Above so many bytes, results are written into outputs directly: inboxes cause more writes to the device's own
+/// Above this many bytes, results are written into outputs directly: inboxes cause more writes to the device's own
 /// memory, which no longer fit its cache.
 const DIRECT_BYTES: u64 = 24 << 20;
-/// Above so many bytes, copy engines are faster than kernels.
+/// Above this many bytes, copy engines are faster than kernels.
 const COPY_BYTES: u64 = 128 << 20;
-/// Up to so many bytes, LL is as fast as Lamport, and leaves no inbox to restore.
+/// Up to this many bytes, LL is as fast as Lamport, and leaves no inbox to restore.
 const LL_BYTES: u64 = 4 << 10;
 /// Bytes of all ranks together that an LL inbox takes before it matters that half of what is sent are flags.
 /// Above, LL128 is faster.
@@ -57,7 +57,7 @@ const LL_ALL_RANKS_BYTES: u64 = 128 << 10;
 /// The bytes of a hop where the choice is between LL128 and algorithms that begin and end with flags among peer
 /// blocks, which cost more hops.
 const LL128_HOP_BYTES: u64 = HOP_BYTES / 4 * 9;
-/// Up to so many bytes between all pairs of ranks, a rank reads its share of all inputs faster than the others
+/// Up to this many bytes between all pairs of ranks, a rank reads its share of all inputs faster than the others
 /// write it: 12 MiB for two ranks, 3 MiB for four.
 const PULL_BYTES: u64 = 48 << 20;
 

@@ -104,7 +104,7 @@ pub(crate) fn norm_row(shape: &NormShape, row: &RowIn<'_>) -> RowOut {
     RowOut { sum, norm, quantized, scales }
 }
 
-/// The squares of a row, added up as so many threads do it: each adds the squares of its units one after the other, and
+/// The squares of a row, added up as `threads` threads of a kernel do it: each adds the squares of its units one after the other, and
 /// then pairs of neighbours are added until one is left.
 fn sum_of_squares(row: &[f32], threads: usize) -> f32 {
     let mut sums = vec![0.0_f32; threads];

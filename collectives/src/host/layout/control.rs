@@ -379,7 +379,7 @@ impl ControlBlock {
         Packet { header, data, room: self.layout.packet_bytes as usize }
     }
 
-    /// How many packets a message of so many bytes has.
+    /// How many packets a message of `bytes` bytes has.
     pub(in crate::host) fn packets_of(&self, bytes: u64) -> u64 {
         bytes.div_ceil(self.layout.packet_bytes).max(1)
     }

@@ -193,8 +193,8 @@ impl<A: Atomics> RingSegment<A> {
         unsafe { self.rings.as_ptr().add((count % ENTRIES) as usize) }
     }
 
-    /// Whether a writer can put an entry with so many bytes into the ring, which is so far free; with how many bytes to
-    /// skip before.
+    /// How many bytes of the ring a writer skips before it puts an entry with `bytes` bytes there. `None` if the ring has no
+    /// room for that now.
     fn room(&self, bytes: u64) -> Option<u64> {
         let read = self.counts().entries_read.0.load(Ordering::Acquire);
         let (at, used) = (self.entries % ENTRIES, self.entries.wrapping_sub(read));
@@ -213,7 +213,7 @@ impl<A: Atomics> RingSegment<A> {
     ///
     /// # Safety
     ///
-    /// `data` is readable for these bytes, and nobody writes them meanwhile.
+    /// `data` must be readable for these bytes, and nobody may write them meanwhile.
     pub(super) unsafe fn write(&mut self, entry: EntryHeader, data: *const u8) -> bool {
         let Some(skip) = self.room(entry.bytes) else { return false };
         if skip > 0 {
@@ -330,7 +330,7 @@ impl<A: Atomics> RingSegment<A> {
         self.counts().released.0.load(Ordering::Relaxed)
     }
 
-    /// The receiver has taken small messages of so many bytes.
+    /// Says that the receiver has taken small messages of `bytes` bytes together.
     pub(super) fn release(&self, bytes: u64) {
         self.counts().released.0.add(bytes, Ordering::Relaxed);
     }

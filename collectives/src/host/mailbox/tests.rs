@@ -11,7 +11,7 @@ use super::*;
 
 pub(super) const SOON: Duration = Duration::from_secs(20);
 
-/// Connected mailboxes of so many ranks.
+/// Connected mailboxes of `world` ranks.
 pub(super) fn mailboxes(world: u32, timeout: Duration) -> Vec<Mailbox> {
     let made = |rank| Mailbox::new(rank, world, timeout, None).expect("made");
     let all: Vec<Mailbox> = (0..world).map(made).collect();

@@ -59,7 +59,7 @@ impl HostChannels {
     /// Channels lie at a multiple of this many bytes.
     pub(crate) const ALIGN: u64 = SLOT;
 
-    /// The bytes that channels of so many ranks take in each rank's memory.
+    /// The bytes that channels of `world` ranks take in each rank's memory.
     pub(crate) const fn bytes(world: u32) -> usize {
         world as usize * CHANNELS as usize * SLOT as usize
     }

@@ -271,7 +271,7 @@ impl RandomCalls {
     }
 }
 
-/// Runs all programs of so many steps behind a call, and says how many there are. A program that goes wrong panics.
+/// Runs all programs of `steps` steps behind a call, and says how many there are. A program that goes wrong panics.
 fn run_all(steps: usize) -> usize {
     let mut count = 0;
     for number in 0..STEPS.pow(steps as u32) {

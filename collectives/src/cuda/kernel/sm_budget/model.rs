@@ -252,7 +252,7 @@ fn steps(device: Device, ranks: &[Vec<Kernel>], state: &State) -> Vec<State> {
     found
 }
 
-/// All orders of so many calls of each communicator.
+/// All orders of calls, of which communicator `c` makes `left[c]`.
 fn orders(left: &[usize]) -> Vec<Vec<usize>> {
     if left.iter().all(|count| *count == 0) {
         return vec![Vec::new()];

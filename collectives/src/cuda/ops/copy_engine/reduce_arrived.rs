@@ -16,9 +16,9 @@ use crate::cuda::layout::params::CallParams;
 /// Where the data of peers is that a kernel reduces, and what it waits for: `Copied` in `all_reduce/two_shot_copy.cu`.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) enum Copied {
-    /// In scratch, so many bytes after the beginning of each peer's part, when all ranks have come to the kernel's barrier.
+    /// In scratch, this many bytes after the beginning of each peer's part, when all ranks have come to the kernel's barrier.
     AwaitsBarrier(u64),
-    /// In scratch, so many bytes after the beginning of each peer's part, and the stream has waited for it.
+    /// In scratch, this many bytes after the beginning of each peer's part, and the stream has waited for it.
     InScratch(u64),
     /// In the output, to which this rank has copied the data of its only peer.
     InOutput,

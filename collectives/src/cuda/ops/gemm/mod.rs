@@ -208,8 +208,8 @@ impl CudaEngine {
         }
     }
 
-    /// Describes a left matrix of so many parts, rows of each, and columns. The parts lie one after the other, or at a distance
-    /// in bytes.
+    /// Describes a left matrix. `sizes` are the number of parts, the rows of each, and the columns. The parts lie one after the
+    /// other, or `part_pitch` bytes apart.
     fn left_map(
         &self,
         dtype: DType,
@@ -221,12 +221,12 @@ impl CudaEngine {
         self.tensor_map((left, part_pitch), sizes, (128, BLOCK_BYTES / size, size))
     }
 
-    /// Describes a result of so many parts, rows of each and columns.
+    /// Describes a result. `sizes` are the number of parts, the rows of each, and the columns.
     fn out_map(&self, out: MatrixView, sizes: (usize, usize, usize)) -> Result<TensorMap> {
         self.tensor_map((out, sizes.1 as u64 * out.pitch), sizes, (64, 64, 2))
     }
 
-    /// Describes a matrix of `parts` times so many rows, and so many columns, which is copied in boxes of `box_rows` rows and
+    /// Describes a matrix of `parts` times `rows` rows, and `columns` columns, which is copied in boxes of `box_rows` rows and
     /// `box_columns` columns of elements of `size` bytes. Parts begin at a distance of `part_pitch` bytes, and no box has rows
     /// of two of them.
     fn tensor_map(

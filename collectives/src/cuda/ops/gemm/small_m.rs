@@ -25,7 +25,8 @@ fn tokens(rows: usize) -> u32 {
     rows.next_power_of_two().max(8) as u32
 }
 
-/// Blocks of a cluster, for a product of so many tiles and blocks of the inner dimension: two, or as many as should run at once.
+/// Blocks of a cluster, for a product of `tiles` tiles whose inner dimension has `inner_blocks` blocks: two, or as many as
+/// should run at once.
 /// A cluster lies within a part of the device, and not all parts have a multiple of eight SMs: of 128 blocks in clusters of four,
 /// some wait for others to end (measured on an H200 with 132 SMs), and of 96 none. Elsewhere some may wait: that takes time, and
 /// nothing more. What kernels of other calls may use does not count, so a product has the same bits whatever runs at the same
