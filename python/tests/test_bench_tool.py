@@ -265,11 +265,20 @@ def test_sizes_that_were_left_out_are_those_of_the_device():
 
 def test_there_is_one_form_on_the_cpu():
     calls = []
-    ranks = SimpleNamespace(on_cuda=False)
+    ranks = FakeRanks([1e-6])
     (form,) = timing.forms(ranks, lambda: calls.append(1), 1 << 20, options("--eager"))
     assert form.name == timing.LOOP and timing.short(form.name) == "" and form.calls == 100
     form.time(None, 1)
-    assert len(calls) == 200
+    assert len(calls) == 202, "two calls are tried first"
+
+
+@pytest.mark.parametrize("took, calls, spans", [(0.01, 50, 3), (0.5, 1, 3), (60, 1, 1)])
+def test_on_the_cpu_a_round_of_slow_calls_ends_soon(took, calls, spans):
+    made = []
+    (form,) = timing.forms(FakeRanks([took]), lambda: made.append(1), 1 << 20, options())
+    assert (form.calls, form.most) == (calls, spans), "as the slowest rank needs"
+    form.time(None, 9)
+    assert len(made) == 2 + calls * (1 + spans), "one span is not counted"
 
 
 class FakeRanks:
@@ -283,6 +292,9 @@ class FakeRanks:
 
     def gather(self, value):
         return [value, next(self.others)]
+
+    def insist(self, action):
+        return action()
 
     attempt, attempt_each = peers.Ranks.attempt, peers.Ranks.attempt_each
 

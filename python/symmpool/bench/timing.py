@@ -8,7 +8,8 @@ one counts.
 Events are recorded between spans of calls. The first span is not counted, as it contains the time for which
 ranks wait for the one that started last. The median of the other spans counts.
 
-On the CPU there is one form: calls in a loop, timed by a clock.
+On the CPU there is one form: calls in a loop, timed by a clock. A contender's calls take about 2 seconds a
+round at most, unless one call takes longer.
 """
 
 import time
@@ -20,6 +21,9 @@ from statistics import median
 GRAPHS = (1, 10, 20, 100)
 #: About how many bytes a span moves, so that spans of large calls are not too long.
 SPAN_BYTES = 256 << 20
+#: About how many seconds a contender's spans take at most in a round on the CPU. A call that takes longer is
+#: timed once.
+ROUND_SECONDS = 2.0
 #: Eager calls between two readings of the clock, when host time is measured.
 EAGER_CALLS = 50
 
@@ -60,11 +64,13 @@ class Form:
     run: Callable[[], None]
     #: How often it runs between two events.
     runs: int = 1
+    #: The most spans that are timed; None for as many as are asked for.
+    most: int | None = None
 
     def time(self, torch, repeats):
         """Microseconds per call: the median of `repeats` spans."""
         if self.name == LOOP:
-            return time_loop(self.run, self.calls, repeats)
+            return time_loop(self.run, self.calls, min(repeats, self.most or repeats))
 
         def span():
             for _ in range(self.runs):
@@ -77,7 +83,7 @@ def forms(ranks, call, size, options, captured=lambda: None):
     """All forms of a call that moves `size` bytes. Raises ValueError on every rank if one fails on any.
     `captured` is called after each capture."""
     if not ranks.on_cuda:
-        return [Form(LOOP, max(options.calls or [calls_for(size)]), call)]
+        return [loop(ranks, call, size, options.calls)]
     found, most = [], calls_for(size)
     for calls in graphs_for(size, options.calls):
         graph = ranks.insist(lambda calls=calls: capture(ranks.torch, call, calls))
@@ -86,6 +92,23 @@ def forms(ranks, call, size, options, captured=lambda: None):
     if options.eager:
         found.append(eager(ranks, call, size))
     return found
+
+
+def loop(ranks, call, size, requested=None):
+    """The form on the CPU of a call that moves `size` bytes. Where the slowest rank's call takes long, it has
+    fewer calls a span, and fewer spans than asked for."""
+
+    def once():
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    # The first call may make something.
+    ranks.insist(once)
+    took = max(ranks.gather(ranks.insist(once)))
+    affordable = max(1, int(ROUND_SECONDS / max(took, 1e-9)))
+    calls = max(requested) if requested else max(1, min(calls_for(size), affordable // 4))
+    return Form(LOOP, calls, call, most=max(1, affordable // calls - 1))
 
 
 def eager(ranks, call, size):
