@@ -326,6 +326,9 @@ def of_experts(me, world, pool):
     def dispatch(odd, change):
         return [dispatched(odd, change)[2]]
 
+    def quantised(odd, change):
+        return [dispatched(odd, change, quantize="fp8")[2]]
+
     def dispatch_by_expert(odd, change):
         return [dispatched(odd, change, layout="expert")[2]]
 
@@ -369,6 +372,10 @@ def of_experts(me, world, pool):
                 "type of scales": ({"scales": torch.ones(tokens, 1, dtype=torch.int32)}, COMPARED),
                 "bytes of scales": ({"scales": torch.ones(tokens, 1, dtype=torch.uint8)}, COMPARED),
             },
+        ),
+        "quantised dispatch": (
+            quantised,
+            {"rounding of scales": ({"quantize": "fp8_pow2"}, COMPARED)},
         ),
         "dispatch by expert": (
             dispatch_by_expert,

@@ -372,7 +372,7 @@ impl CallDescription {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::NormOutput;
+    use crate::{ExpertQuantization, NormOutput};
 
     /// Rule S6.
     #[test]
@@ -420,9 +420,13 @@ mod tests {
             dtype: DType::F32,
             capacity: None,
         };
-        let mode = ExpertMode { more: 3, scale_bytes: 4, scale_dtype: 5, ..Default::default() };
-        let experts = CallDescription::new(OpType::ExpertDispatch).experts(&shape, mode).piece(1);
-        assert_eq!(experts.expert_mode(), mode, "a piece's number leaves the mode as it is");
+        for quantize in ExpertQuantization::ALL {
+            let scales = ExpertMode { scale_bytes: 4, scale_dtype: 5, ..Default::default() };
+            let mode = ExpertMode { more: 3, quantize, ..scales };
+            let experts = CallDescription::new(OpType::ExpertDispatch).experts(&shape, mode);
+            let read = experts.piece(1).expert_mode();
+            assert_eq!(read, mode, "a piece's number leaves the mode as it is");
+        }
         assert_eq!(CallDescription::from_words(*base.words()), base);
         assert_eq!(
             base.input(Place::Window(0x40)).to_string(),

@@ -332,6 +332,7 @@ impl<C: Deref<Target = Communicator>> ExpertBuffer<C> {
             known: dispatch.known,
             weights: false,
             quantized: row_bytes != self.shape.row_bytes() || dispatch.quantized,
+            quantize: dispatch.quantize,
             more: dispatch.more,
             scale_bytes: scale_bytes as u32,
             scale_dtype: match scale_bytes {

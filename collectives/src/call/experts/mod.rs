@@ -119,6 +119,8 @@ pub(crate) struct ExpertMode {
     pub(crate) weights: bool,
     /// Whether rows are quantised when they travel.
     pub(crate) quantized: bool,
+    /// How dispatch quantises them, if it does: ranks cannot tell all ways apart by the scales.
+    pub(crate) quantize: ExpertQuantization,
     /// How many calls follow that belong to this one; less than 4.
     pub(crate) more: u32,
     /// Bytes of the scales of a row; less than 2^16.
@@ -132,7 +134,7 @@ impl ExpertMode {
         let flags = [self.by_expert, self.known, self.weights, self.quantized];
         let flags = (0..).zip(flags).map(|(bit, flag)| u32::from(flag) << bit).sum::<u32>();
         let scales = (self.scale_bytes & 0xffff) << 4 | u32::from(self.scale_dtype) << 22;
-        flags | scales | (self.more & 3) << 20
+        flags | scales | (self.more & 3) << 20 | (self.quantize as u32) << 30
     }
 
     pub(crate) fn of_bits(bits: u32) -> Self {
@@ -145,6 +147,7 @@ impl ExpertMode {
             scale_bytes: bits >> 4 & 0xffff,
             more: bits >> 20 & 3,
             scale_dtype: (bits >> 22) as u8,
+            quantize: ExpertQuantization::ALL[(bits >> 30) as usize],
         }
     }
 }
@@ -154,6 +157,14 @@ impl fmt::Display for ExpertMode {
         f.write_str(if self.by_expert { "rows by expert" } else { "rows by rank" })?;
         if self.quantized {
             f.write_str(", quantised")?;
+            match self.quantize {
+                ExpertQuantization::None => f.write_str(" before")?,
+                ExpertQuantization::Fp8 => {}
+                ExpertQuantization::Fp8PowerOfTwo => {
+                    f.write_str(" with powers of two as scales")?
+                }
+                ExpertQuantization::Fp8Ue8m0 => f.write_str(" with exponents as scales")?,
+            }
         }
         if self.scale_bytes > 0 {
             let dtype = DType::from_code(self.scale_dtype).map_or("?", DType::name);
