@@ -122,7 +122,7 @@ impl Engine for SpanningEngine {
             self.rehearsed = "leaders";
             // SAFETY: the caller promised that the places are there for the call's lengths until it has returned.
             return self.call_behind(sound, |engine, ()| unsafe {
-                engine.run_by_leaders(description, &plan)
+                engine.run_by_leaders(description, &plan, |_| ())
             });
         }
         if call.collective.reduces() {

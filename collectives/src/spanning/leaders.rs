@@ -111,7 +111,8 @@ impl SpanningEngine {
         })
     }
 
-    /// Makes such a call.
+    /// Makes such a call. `meanwhile` runs while the leaders' messages are on their way: what it has done for the host's other ranks
+    /// is there when this returns on them.
     ///
     /// # Safety
     ///
@@ -120,6 +121,7 @@ impl SpanningEngine {
         &mut self,
         call: CallDescription,
         plan: &LeaderCall,
+        meanwhile: impl FnOnce(&mut Self),
     ) -> Result<()> {
         let areas = self.staging.areas(self.agreement.number + 1);
         self.enter(call, |engine| {
@@ -129,8 +131,9 @@ impl SpanningEngine {
         self.timed(Phase::Between, |engine| {
             let found = if engine.leads() {
                 // SAFETY: all ranks of the host have filled the areas, and read them behind the second handshake alone.
-                unsafe { engine.exchange_as_leader(&call, plan, areas) }
+                unsafe { engine.exchange_as_leader(&call, plan, areas, meanwhile) }
             } else {
+                meanwhile(engine);
                 Ok(())
             };
             engine.tell_host(found, plan.piece)
@@ -148,6 +151,7 @@ impl SpanningEngine {
         call: &CallDescription,
         plan: &LeaderCall,
         areas: LeaderAreas,
+        meanwhile: impl FnOnce(&mut Self),
     ) -> Result<()> {
         let (here, others) = (self.ranks.host as usize, self.ranks.other_hosts());
         if plan.piece <= self.agreement.room() {
@@ -169,6 +173,7 @@ impl SpanningEngine {
                     unsafe { from.copy_to_nonoverlapping(room.as_mut_ptr(), bytes) };
                 }
             })?;
+            meanwhile(self);
             return self.hear(call, |message| {
                 for (host, to, bytes) in arrived {
                     let begin = message.room(host);
@@ -181,6 +186,7 @@ impl SpanningEngine {
         self.send(*call, None, |_| ())?;
         // SAFETY: the caller promised that the areas are filled, and nobody else uses them.
         unsafe { self.combine(plan, areas) };
+        meanwhile(self);
         self.hear(call, |_| ())?;
         debug_assert!(plan.send[here] == 0 && plan.receive[here] == 0);
         let exchange = Transfer::AllToAll {

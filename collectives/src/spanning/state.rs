@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use symmpool_allocator::{Deadline, Driver, Error, Group, Hosts, Pool, ProcessId, Result, Stream};
 
 use super::call_records::CallRecords;
-use super::experts::{ExpertTransit, Forwarding, TokenScratch};
+use super::experts::{ExpertTransit, Forwarding};
 use super::host_message::Agreement;
 use super::phases::{Phase, PhaseClock};
 use super::ranks::{RankTable, Route};
@@ -19,6 +19,7 @@ use crate::call::{Arguments, CallDescription, StandardCall, rank_list};
 use crate::cuda::sm_count;
 use crate::engine::{Engine, FailureHandle};
 use crate::host::Isa;
+use crate::host::experts::ExpertScratch;
 use crate::outer::{MAX_OUTER_BLOCKS, Outers};
 use crate::types::place::Place;
 use crate::{DType, PhaseTimes, ReduceOp};
@@ -79,7 +80,7 @@ pub(crate) struct SpanningEngine {
     /// How tokens go to experts on other hosts, and memory for that.
     pub(super) forwarding: Forwarding,
     pub(super) transit: ExpertTransit,
-    pub(super) expert_scratch: TokenScratch,
+    pub(super) expert_scratch: ExpertScratch,
 }
 
 impl SpanningEngine {
@@ -132,7 +133,7 @@ impl SpanningEngine {
             clock: PhaseClock::default(),
             forwarding,
             transit: ExpertTransit::default(),
-            expert_scratch: TokenScratch::default(),
+            expert_scratch: ExpertScratch::default(),
             ranks,
         })
     }

@@ -38,6 +38,8 @@ _LONGEST = 3e8
 _STORE = 30.0
 # How long a process that ends waits for transfers under way, in seconds.
 _AT_EXIT = 5.0
+# Memory of any length: a type for each length would be made and kept.
+_Memory = ctypes.c_char * (1 << 46)
 # Engines that exist, and what those leave that could not be closed.
 _connected: weakref.WeakSet[GlooOuter] = weakref.WeakSet()
 _kept: list[Any] = []
@@ -159,7 +161,7 @@ class GlooOuter:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device=self._device)
         if self._device == "cpu":
-            return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+            return torch.frombuffer(_Memory.from_address(address), dtype=torch.uint8, count=nbytes)
         return torch.as_tensor(_DeviceBytes(address, nbytes), device=self._device)
 
     def _begin(self, tensors: tuple[torch.Tensor, ...], method: str, *arguments: object) -> int:

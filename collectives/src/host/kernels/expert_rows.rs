@@ -1,7 +1,9 @@
 //! The loops over rows of tokens: sums of them, and 8-bit floats made of them.
 
-use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use super::convert::{bf16_to_f32, f16_to_f32};
 use super::float_environment::DefaultEnvironment;
+use super::reduce::Isa;
+use super::row_sums::{self, RowSumFn, SummedRow};
 use crate::call::experts::SCALE_GROUP;
 use crate::types::float8::f32_to_e4m3;
 use crate::{DType, ExpertQuantization};
@@ -11,100 +13,65 @@ const MIN_MAGNITUDE: f32 = 1e-4;
 /// The largest number of `f8e4m3`.
 const LARGEST_F8: f32 = 448.0;
 
-/// Rows of floats, which are read, summed up in `f32`, and written. While the value lives, the thread has the default
+/// Rows of floats, which are summed up in `f32`, or quantised. While the value lives, the thread has the default
 /// floating-point environment.
-pub(crate) struct ExpertRows<'a> {
+pub(crate) struct ExpertRows {
     dtype: DType,
-    /// The elements of the row that was read last, and a sum of rows. They have the length of a row.
-    row: &'a mut Vec<f32>,
-    sum: &'a mut Vec<f32>,
-    rows: usize,
+    hidden: usize,
+    sum: RowSumFn,
+    /// The rows of the next sum.
+    rows: Vec<SummedRow>,
     _environment: DefaultEnvironment,
 }
 
-impl<'a> ExpertRows<'a> {
+impl ExpertRows {
     /// `dtype` is `f32`, `f16` or `bf16`.
-    pub(crate) fn new(
-        dtype: DType,
-        hidden: usize,
-        (row, sum): (&'a mut Vec<f32>, &'a mut Vec<f32>),
-    ) -> Self {
-        row.resize(hidden, 0.0);
-        sum.resize(hidden, 0.0);
-        Self { dtype, row, sum, rows: 0, _environment: DefaultEnvironment::enter() }
+    pub(crate) fn new(dtype: DType, hidden: usize) -> Self {
+        let sum = row_sums::select(Isa::detect(), dtype);
+        Self { dtype, hidden, sum, rows: Vec::new(), _environment: DefaultEnvironment::enter() }
     }
 
-    /// Reads a row.
+    /// Reads the elements of a row.
     ///
     /// # Safety
     ///
     /// It is readable for the bytes of a row, and aligned for its elements.
-    unsafe fn load(&mut self, from: *const u8) {
+    unsafe fn load(&self, from: *const u8, row: &mut Vec<f32>) {
+        row.resize(self.hidden, 0.0);
         let (halves, floats) = (from.cast::<u16>(), from.cast::<f32>());
         // SAFETY: the caller promised that the row is readable and aligned, and `at` is below its length.
         let half = |at: usize| unsafe { halves.wrapping_add(at).read() };
         match self.dtype {
-            DType::Bf16 => each(self.row, |at| bf16_to_f32(half(at))),
-            DType::F16 => each(self.row, |at| f16_to_f32(half(at))),
+            DType::Bf16 => each(row, |at| bf16_to_f32(half(at))),
+            DType::F16 => each(row, |at| f16_to_f32(half(at))),
             // SAFETY: the caller promised that the row is readable and aligned, and `at` is below its length.
-            _ => each(self.row, |at| unsafe { floats.wrapping_add(at).read() }),
+            _ => each(row, |at| unsafe { floats.wrapping_add(at).read() }),
         }
     }
 
-    /// Adds a row to the sum, multiplied by `weight` if there is one. Sums begin with zero, as those
-    /// of devices do, so a negative zero alone becomes a positive one.
+    /// Adds a row to the partial sum, multiplied by `weight` if there is one. It is read by [`store`](Self::store).
+    pub(crate) fn add(&mut self, from: *const u8, weight: Option<f32>) {
+        self.rows.push(SummedRow { from, weight: weight.unwrap_or(1.0), ends: false });
+    }
+
+    /// Ends a partial sum. It is added to those before it, unrounded.
+    pub(crate) fn end_part(&mut self) {
+        if let Some(last) = self.rows.last_mut() {
+            last.ends = true;
+        }
+    }
+
+    /// Writes the sum of the rows that were added, rounded once, or zeros if there were none; and begins another sum. Sums
+    /// begin with zero, as those of devices do, so a negative zero alone becomes a positive one.
     ///
     /// # Safety
     ///
-    /// The row is readable, and aligned for its elements.
-    pub(crate) unsafe fn add(&mut self, from: *const u8, weight: Option<f32>) {
-        // SAFETY: the caller promised that the row is readable and aligned for its elements.
-        unsafe { self.load(from) };
-        if let Some(weight) = weight {
-            self.row.iter_mut().for_each(|element| *element *= weight);
-        }
-        if self.rows == 0 {
-            self.sum.fill(0.0);
-        }
-        self.sum.iter_mut().zip(&*self.row).for_each(|(sum, element)| *sum += *element);
-        self.rows += 1;
-    }
-
-    /// Adds the sum of other rows, which is not rounded, and begins another sum there. Nothing is added where it has no rows.
-    pub(crate) fn add_sum(&mut self, other: &mut ExpertRows<'_>) {
-        if std::mem::take(&mut other.rows) == 0 {
-            return;
-        }
-        if self.rows == 0 {
-            self.sum.fill(0.0);
-        }
-        self.sum.iter_mut().zip(&*other.sum).for_each(|(sum, element)| *sum += *element);
-        self.rows += 1;
-    }
-
-    /// Writes the sum of the rows that were added, rounded once, or zeros if there were none; and begins another sum.
-    ///
-    /// # Safety
-    ///
-    /// The row is writable, and aligned for its elements.
+    /// The rows that were added are readable, and `to` is writable and overlaps none of them. Nobody else touches them.
     pub(crate) unsafe fn store(&mut self, to: *mut u8) {
-        if std::mem::take(&mut self.rows) == 0 {
-            self.sum.fill(0.0);
-        }
-        for (at, value) in self.sum.iter().enumerate() {
-            match self.dtype {
-                // SAFETY: the caller promised that the row is writable and aligned, and `at` is below its length.
-                DType::Bf16 => unsafe {
-                    to.cast::<u16>().wrapping_add(at).write(f32_to_bf16(*value));
-                },
-                // SAFETY: the caller promised that the row is writable and aligned, and `at` is below its length.
-                DType::F16 => unsafe {
-                    to.cast::<u16>().wrapping_add(at).write(f32_to_f16(*value));
-                },
-                // SAFETY: the caller promised that the row is writable and aligned, and `at` is below its length.
-                _ => unsafe { to.cast::<f32>().wrapping_add(at).write(*value) },
-            }
-        }
+        self.end_part();
+        // SAFETY: the caller promised that the rows are readable and that `to` is writable. The instruction set was detected.
+        unsafe { (self.sum)(&self.rows, self.hidden, to) };
+        self.rows.clear();
     }
 
     /// Makes 8-bit floats of a row. Devices compute the same: in `f32`, each operation rounded by itself.
@@ -114,19 +81,18 @@ impl<'a> ExpertRows<'a> {
     ///
     /// # Safety
     ///
-    /// The row is readable, and aligned for its elements. `bytes` and `scales` have room for the row and its scales.
+    /// The row is readable, and aligned for its elements.
     pub(crate) unsafe fn quantize(
-        &mut self,
+        &self,
         from: *const u8,
         how: ExpertQuantization,
-        bytes: &mut Vec<u8>,
-        scales: &mut Vec<u8>,
+        (row, bytes, scales): (&mut Vec<f32>, &mut Vec<u8>, &mut Vec<u8>),
     ) {
         // SAFETY: the caller promised that the row is readable and aligned for its elements.
-        unsafe { self.load(from) };
+        unsafe { self.load(from, row) };
         bytes.clear();
         scales.clear();
-        for group in self.row.chunks(SCALE_GROUP) {
+        for group in row.chunks(SCALE_GROUP) {
             let largest = group.iter().fold(0.0_f32, |largest, element| largest.max(element.abs()));
             let (scale, exponent) = scale_of(largest, how);
             match how {

@@ -12,6 +12,7 @@ mod expert_rows;
 mod float_environment;
 mod norm;
 mod reduce;
+mod row_sums;
 
 pub(crate) use copy::{copy, copy_own, copy_streaming, prepare_to_copy};
 pub(crate) use expert_rows::ExpertRows;

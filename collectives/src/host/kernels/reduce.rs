@@ -12,7 +12,7 @@ use super::float_environment::DefaultEnvironment;
 use crate::{DType, F8E4m3, F8E5m2, ReduceOp};
 
 /// The number of elements that are loaded, reduced and stored together: two 64-byte vectors of `f32`.
-const BLOCK: usize = 32;
+pub(super) const BLOCK: usize = 32;
 
 /// Reduces `count` elements of all sources, in order, and stores the result to each destination. The last argument is
 /// what averages are divided by: the number of ranks.
@@ -203,7 +203,9 @@ unsafe fn body<F: ElementReduction, const F16C: bool>(
 }
 
 #[inline(always)]
-fn widen<F: ElementReduction, const F16C: bool>(block: [F::Item; BLOCK]) -> [F::Acc; BLOCK] {
+pub(super) fn widen<F: ElementReduction, const F16C: bool>(
+    block: [F::Item; BLOCK],
+) -> [F::Acc; BLOCK] {
     #[cfg(target_arch = "x86_64")]
     if F16C && F::HALF {
         // SAFETY: `F16C` says that the enclosing function enables these instructions.
@@ -227,7 +229,7 @@ fn combine_block<F: ElementReduction, const F16C: bool>(
 }
 
 #[inline(always)]
-fn finish_block<F: ElementReduction, const F16C: bool>(
+pub(super) fn finish_block<F: ElementReduction, const F16C: bool>(
     total: &[F::Acc; BLOCK],
     world: usize,
 ) -> [F::Item; BLOCK] {
@@ -283,7 +285,7 @@ mod f16c {
 ///
 /// `from` is readable for a block of `T`.
 #[inline(always)]
-unsafe fn load_block<T: Copy>(from: *const u8) -> [T; BLOCK] {
+pub(super) unsafe fn load_block<T: Copy>(from: *const u8) -> [T; BLOCK] {
     // SAFETY: readable by contract; an unaligned read needs no alignment.
     unsafe { from.cast::<[T; BLOCK]>().read_unaligned() }
 }
@@ -292,7 +294,7 @@ unsafe fn load_block<T: Copy>(from: *const u8) -> [T; BLOCK] {
 ///
 /// `to` is writable for a block of `T`.
 #[inline(always)]
-unsafe fn store_block<T: Copy>(to: *mut u8, block: &[T; BLOCK]) {
+pub(super) unsafe fn store_block<T: Copy>(to: *mut u8, block: &[T; BLOCK]) {
     // SAFETY: writable by contract; an unaligned write needs no alignment.
     unsafe { to.cast::<[T; BLOCK]>().write_unaligned(*block) }
 }
@@ -301,7 +303,7 @@ unsafe fn store_block<T: Copy>(to: *mut u8, block: &[T; BLOCK]) {
 ///
 /// `from` is readable for `count` elements of `T`, and `count <= BLOCK`.
 #[inline(always)]
-unsafe fn load_part<T: Copy>(from: *const u8, block: &mut [T; BLOCK], count: usize) {
+pub(super) unsafe fn load_part<T: Copy>(from: *const u8, block: &mut [T; BLOCK], count: usize) {
     // SAFETY: `count` elements are readable by contract and fit the local block. The copy is by bytes, so no alignment
     // is needed.
     unsafe {

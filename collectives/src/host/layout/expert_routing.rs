@@ -1,6 +1,6 @@
 //! Which ranks tokens go to, as this rank counts it.
 
-use symmpool_allocator::Error;
+use symmpool_allocator::{Error, Result};
 
 use crate::call::experts::ExpertsWork;
 use crate::host::layout::numbers::Numbers;
@@ -39,7 +39,26 @@ pub(crate) struct Routing {
 }
 
 impl Routing {
-    /// Reads the ids of a call.
+    /// Makes room for the ids of a call on a rank of a group.
+    ///
+    /// # Errors
+    ///
+    /// `is_out_of_memory` where there is none.
+    pub(crate) fn reserve(&mut self, work: &ExpertsWork, (rank, world): (u32, u32)) -> Result<()> {
+        let tokens = work.tokens as usize;
+        let (ids, positions) = (tokens * work.top_k as usize, tokens * world as usize);
+        self.ids.clear();
+        self.positions.clear();
+        let made = self.ids.try_reserve(ids);
+        made.and_then(|()| self.positions.try_reserve(positions)).map_err(|_| {
+            let bytes = (ids + positions) * size_of::<i32>();
+            Error::out_of_memory(format!(
+                "experts on rank {rank}: no memory for {bytes} bytes of ids and places of tokens"
+            ))
+        })
+    }
+
+    /// Reads the ids of a call, for which there is room.
     ///
     /// # Safety
     ///

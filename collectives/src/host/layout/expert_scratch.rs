@@ -6,10 +6,10 @@ use super::expert_routing::Routing;
 #[derive(Debug, Default)]
 pub(crate) struct ExpertScratch {
     pub(crate) routing: Routing,
+    /// Elements of a row that is quantised, that row, and its scales.
     pub(crate) row: Vec<f32>,
-    pub(crate) sum: Vec<f32>,
-    /// A row that is quantised, and its scales; or the sum of a token's rows on this rank.
     pub(crate) bytes: Vec<u8>,
     pub(crate) scales: Vec<u8>,
+    /// Room for the sum of a token's rows on this rank.
     pub(crate) own: Vec<f32>,
 }

@@ -64,7 +64,11 @@ impl HostEngine {
         let side = unsafe { RankSide::new(call, (rank, world), self.layout) };
         // A known routing names rows of peers only, and those by expert are as many as the output has room for or less.
         let known = (work.known != 0).then_some((call.mode.by_expert, u64::MAX));
-        self.or_decline(side.refusal(known))?;
+        let ready = match work.known {
+            0 => scratch.routing.reserve(work, (rank, world)),
+            _ => Ok(()),
+        };
+        self.or_decline(side.refusal(known).and(ready))?;
         if work.known == 0 {
             // SAFETY: the caller promised that the ids are aligned and readable for the tokens.
             unsafe { scratch.routing.read(work, world) };
@@ -125,8 +129,8 @@ impl HostEngine {
         let (call, work, world) = (side.call, &side.call.work, self.world() as usize);
         let (row_bytes, scale_bytes) = (work.row_bytes as usize, work.scale_bytes as usize);
         let quantization = side.quantization();
-        let ExpertScratch { routing, row, sum, bytes, scales, .. } = scratch;
-        let mut rows = ExpertRows::new(call.shape.dtype, call.shape.hidden, (row, sum));
+        let ExpertScratch { routing, row, bytes, scales, .. } = scratch;
+        let rows = ExpertRows::new(call.shape.dtype, call.shape.hidden);
         let input_row = call.shape.row_bytes();
         for token in 0..work.tokens as usize {
             let mut sent = SentRow {
@@ -143,7 +147,7 @@ impl HostEngine {
                     let input = (work.input as *const u8).wrapping_add(token * input_row);
                     // SAFETY: the caller promised that the input is readable and aligned for all tokens; the vectors
                     // grow as needed.
-                    unsafe { rows.quantize(input, quantization, bytes, scales) };
+                    unsafe { rows.quantize(input, quantization, (row, bytes, scales)) };
                     sent = SentRow { row: bytes.as_ptr(), scales: scales.as_ptr() };
                 }
                 let to = (rank as u32, rank as u32);

@@ -2,29 +2,47 @@
 
 #![allow(unsafe_code)] // reads and writes memory by address
 
-use symmpool_allocator::Result;
+use symmpool_allocator::{Result, Stream};
 
+use super::steps::ReadyCall;
 use super::table::CallTable;
-use super::token_list::{EntryLayout, lists};
-use super::transit::TokenScratch;
+use super::token_list::EntryLayout;
 use crate::call::experts::ExpertCall;
 use crate::call::{CallDescription, OpType};
-use crate::host::experts::{ExpertScratch, Numbers, RankSide, given_weights};
+use crate::host::experts::{Announced, ExpertScratch, Numbers, RankSide, given_weights};
 use crate::host::kernels::ExpertRows;
 use crate::outer::{Ticket, Transfer};
 use crate::spanning::phases::Phase;
 use crate::spanning::state::SpanningEngine;
 
-/// A combine on its way.
-struct Returning<'a> {
+/// Rows that a combine gives back.
+#[derive(Clone, Copy)]
+struct GivenRows<'a> {
     side: &'a RankSide<'a>,
-    table: &'a CallTable,
-    /// Tokens that have rows on each host.
-    lists: &'a [Vec<u32>],
     /// How many rows were received. It is read once.
     received: usize,
     /// Weights of rows by expert.
     weights: Numbers<f32>,
+}
+
+impl GivenRows<'_> {
+    /// Rows that this rank has received of another one's tokens.
+    fn of(&self, source: u32) -> std::ops::Range<usize> {
+        let offset = |index: u32| {
+            let found = self.side.handle.source_offsets.get(index as usize);
+            (found.max(0) as usize).min(self.received)
+        };
+        offset(source)..offset(source + 1)
+    }
+}
+
+/// A combine on its way.
+struct Returning<'a> {
+    side: &'a RankSide<'a>,
+    rows: GivenRows<'a>,
+    table: &'a CallTable,
+    /// Tokens that have rows on each host.
+    lists: &'a [Vec<u32>],
     /// Tokens of a chunk: chunks are ranges of a rank's tokens.
     most: usize,
 }
@@ -39,27 +57,19 @@ struct Cursor {
     rows: Vec<usize>,
 }
 
-/// Sums on their way: of a row of this rank, of a token's rows on this host, and of those of all hosts.
+/// Sums on their way: of a row of this rank, and of a token's rows.
 struct Sums<'a> {
-    own: ExpertRows<'a>,
-    inside: ExpertRows<'a>,
-    far: ExpertRows<'a>,
+    own: ExpertRows,
+    token: ExpertRows,
     /// Room for a row of this rank.
-    row: *mut u8,
+    row: &'a mut [f32],
 }
 
 impl<'a> Sums<'a> {
-    fn new(call: &ExpertCall, scratch: &'a mut TokenScratch) -> Self {
-        let TokenScratch { host, inside_row, inside_sum, far_row, far_sum } = scratch;
-        let ExpertScratch { row, sum, own, .. } = host;
-        own.resize(call.shape.hidden, 0.0);
-        let rows = |parts| ExpertRows::new(call.shape.dtype, call.shape.hidden, parts);
-        Self {
-            own: rows((row, sum)),
-            inside: rows((inside_row, inside_sum)),
-            far: rows((far_row, far_sum)),
-            row: own.as_mut_ptr().cast(),
-        }
+    fn new(call: &ExpertCall, scratch: &'a mut ExpertScratch) -> Self {
+        scratch.own.resize(call.shape.hidden, 0.0);
+        let rows = || ExpertRows::new(call.shape.dtype, call.shape.hidden);
+        Self { own: rows(), token: rows(), row: &mut scratch.own }
     }
 }
 
@@ -79,14 +89,14 @@ impl SpanningEngine {
         let ready = side
             .refusal(Some((call.mode.by_expert, call.work.input_rows)))
             .and_then(|()| self.reserve_for_combine(side));
-        self.call_with_scratch(ready, |engine, most, scratch| {
-            // SAFETY: the caller promised what `combine` asks; memory for chunks of so many tokens is reserved.
-            unsafe { engine.run_combine(side, most, scratch) }
+        self.call_with_scratch(ready, |engine, ready, scratch| {
+            // SAFETY: the caller promised what `combine` asks; the memory is ready.
+            unsafe { engine.run_combine(side, ready, scratch) }
         })
     }
 
-    /// Takes the memory for rows on their way, before other ranks count on this one. Returns the tokens of a chunk.
-    fn reserve_for_combine(&mut self, side: &RankSide<'_>) -> Result<usize> {
+    /// Takes the memory for rows on their way, before other ranks count on this one.
+    fn reserve_for_combine(&mut self, side: &RankSide<'_>) -> Result<ReadyCall> {
         let (shape, rank) = (&side.call.shape, side.rank);
         let row = shape.row_bytes();
         let most = self.chunk_tokens(row, side);
@@ -99,59 +109,66 @@ impl SpanningEngine {
         }
         self.transit.told.reserve(others * side.call.work.tokens as usize * entry, rank)?;
         self.transit.heard.reserve(sources * shape.max_tokens * entry, rank)?;
-        Ok(most)
+        self.ready_call(side, most, true)
     }
 
     /// # Safety
     ///
-    /// You must keep the promises of [`Self::combine_over_hosts`]. There is memory for chunks of `most` tokens.
+    /// You must keep the promises of [`Self::combine_over_hosts`]. The memory for the call is ready.
     unsafe fn run_combine(
         &mut self,
         side: &RankSide<'_>,
-        most: usize,
-        scratch: &mut TokenScratch,
+        ready: ReadyCall,
+        scratch: &mut ExpertScratch,
     ) -> Result<()> {
-        let call = side.call;
-        let mut table = CallTable::new(self, call);
+        let (call, ReadyCall { most, mut table, mut lists }) = (side.call, ready);
         table.announce_known(|rank| side.handle.bases.get(rank), 0);
-        let ranks = &self.ranks;
-        let home = |rank: usize| ranks.hosts.of(rank as u32) as usize;
-        let places = (ranks.host_count(), ranks.host as usize);
-        let lists = lists(side, places, home, |at| side.handle.positions.get(at));
-        lists.iter().enumerate().for_each(|(host, list)| table.list(host, list.len()));
+        let tells_ranks = table.tells_ranks();
+        self.fill_lists(side, &mut lists, |at| {
+            let position = side.handle.positions.get(at);
+            if tells_ranks && position >= 0 {
+                table.tell_rank(at);
+            }
+            position
+        });
+        lists.all().iter().enumerate().for_each(|(host, list)| table.list(host, list.len()));
         let description = CallDescription::new(OpType::ExpertCombine);
         let description = description.experts(&call.shape, call.mode).output(call.region);
-        self.exchange_table(description, &mut table)?;
+        let mut sums = Sums::new(call, scratch);
         let received = side.handle.received(call.work.capacity);
-        let mut returning = Returning {
-            side,
-            table: &table,
-            lists: &lists,
-            received,
-            weights: side.handle.weights,
-            most,
-        };
-        // SAFETY: the caller promised that weights are readable; memory for the entries is reserved.
-        let told = unsafe { self.tell_entries(&returning) }?;
-        if call.mode.weights {
-            self.finish_entries(told)?;
+        let mut rows = GivenRows { side, received, weights: side.handle.weights };
+        let weighs = call.mode.weights;
+        self.exchange_table(description, &mut table, |engine| {
+            if !weighs {
+                // SAFETY: all ranks of the host are in this call, so none of them uses what the last one left in the region, which
+                // only they do.
+                engine.timed(Phase::Before, |engine| unsafe {
+                    engine.send_back(rows, &mut sums.own)
+                });
+            }
+        })?;
+        let returning = |rows| Returning { side, rows, table: &table, lists: lists.all(), most };
+        if tells_ranks {
+            // SAFETY: there is memory for the entries, which no transfer uses.
+            unsafe { self.take_entries(&returning(rows)) };
+        } else {
+            // SAFETY: the caller promised that weights are readable; memory for the entries is reserved.
+            unsafe { self.tell_entries(&returning(rows)) }?;
+        }
+        if weighs {
             // SAFETY: all ranks are in this call, so nobody uses what the last one left in the region; the entries are there.
-            self.timed(Phase::Before, |engine| unsafe { engine.send_weights(&returning) });
+            self.timed(Phase::Before, |engine| unsafe { engine.send_weights(&returning(rows)) });
             self.meet_inside(&description)?;
             // SAFETY: all ranks of the host have written the weights of this rank's rows.
-            returning.weights = unsafe { side.given_weights(received) };
+            rows.weights = unsafe { side.given_weights(received) };
+            self.timed(Phase::Before, |engine| {
+                // SAFETY: all ranks are in this call, so nobody uses what the last one left in the region.
+                unsafe { engine.send_back(rows, &mut sums.own) };
+            });
+            self.meet_inside(&description)?;
         }
-        let mut sums = Sums::new(call, scratch);
-        self.timed(Phase::Before, |engine| {
-            // SAFETY: all ranks are in this call, so nobody uses what the last one left in the region.
-            unsafe { engine.send_back(&returning, &mut sums.own) };
-        });
-        if !call.mode.weights {
-            self.finish_entries(told)?;
-        }
-        self.meet_inside(&description)?;
         // SAFETY: all rows of the host's ranks have come back, and the entries are there.
-        unsafe { self.sum_chunks(&returning, &mut sums) }
+        unsafe { self.sum_chunks(&returning(rows), &mut sums) }
     }
 
     /// Entries of tokens for a host, or of a rank of another one.
@@ -161,15 +178,42 @@ impl SpanningEngine {
         EntryLayout::new(self.ranks.ranks_on(host), 0, weights)
     }
 
-    /// Begins to tell the ranks that forwarded this rank's tokens which these were. There is no ticket where no rank has any.
+    /// Makes the entries of the tokens that this rank forwarded, of what the table says.
+    ///
+    /// # Safety
+    ///
+    /// There is memory for all entries, which nobody else uses.
+    unsafe fn take_entries(&mut self, returning: &Returning<'_>) {
+        let here = self.ranks.host as usize;
+        let there = self.ranks.hosts.here(self.ranks.rank);
+        let layout = self.entries(returning, here);
+        let (table, max_tokens) = (returning.table, returning.side.call.shape.max_tokens);
+        let mut at = self.transit.heard.at();
+        for (_, source) in &self.forwarding.incoming {
+            let tokens = 0..(table.tokens(*source) as usize).min(max_tokens);
+            let goes = |token: usize, slot: usize| {
+                there.get(slot).is_some_and(|rank| table.goes(*source, token, *rank))
+            };
+            let listed = tokens.filter(|token| (0..there.len()).any(|slot| goes(*token, slot)));
+            for token in listed {
+                // SAFETY: there is memory for the entries of all tokens of each source, which nobody else uses.
+                let entry = unsafe { std::slice::from_raw_parts_mut(at, layout.bytes()) };
+                layout.write(entry, token as u32, |slot| goes(token, slot), (&[], &[]));
+                at = at.wrapping_add(layout.bytes());
+            }
+        }
+    }
+
+    /// Tells the ranks that forwarded this rank's tokens which these were, and what weights they have. There is nothing to tell where
+    /// no rank has any.
     ///
     /// # Safety
     ///
     /// The weights, if there are any, are readable, and there is memory for all entries.
-    unsafe fn tell_entries(&mut self, returning: &Returning<'_>) -> Result<Option<Ticket>> {
+    unsafe fn tell_entries(&mut self, returning: &Returning<'_>) -> Result<()> {
         let (side, work) = (returning.side, &returning.side.call.work);
         if returning.table.longest_list(|rank| self.ranks.hosts.of(rank) as usize) == 0 {
-            return Ok(None);
+            return Ok(());
         }
         let route = self.forwarding.route;
         let here = self.ranks.host as usize;
@@ -212,14 +256,7 @@ impl SpanningEngine {
             Transfer::AllToAll { output: heard, input: told, send: &send, receive: &receive };
         // SAFETY: the memory is the engine's, has room for these bytes, and is not touched before the transfer is finished or
         // aborted.
-        unsafe { self.begin(route, transfer) }.map(Some)
-    }
-
-    fn finish_entries(&mut self, told: Option<Ticket>) -> Result<()> {
-        match told {
-            Some(ticket) => self.finish(self.forwarding.route, ticket),
-            None => Ok(()),
-        }
+        unsafe { self.transfer(route, transfer, &Stream::DEFAULT) }
     }
 
     /// Begins to read the entries that have come.
@@ -291,8 +328,8 @@ impl SpanningEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::combine_over_hosts`]. All ranks of the host are in this call.
-    unsafe fn send_back(&self, returning: &Returning<'_>, sums: &mut ExpertRows<'_>) {
-        let side = returning.side;
+    unsafe fn send_back(&self, rows: GivenRows<'_>, sums: &mut ExpertRows) {
+        let GivenRows { side, weights, .. } = rows;
         let (row_bytes, max_tokens) = (side.call.shape.row_bytes(), side.call.shape.max_tokens);
         for source in 0..side.world {
             let to = self.forwarding.slots[source as usize];
@@ -301,35 +338,19 @@ impl SpanningEngine {
             }
             let area = self.forwarding.area(source, side.slot, self.ranks.local_world() as u32);
             let at = side.combined_at(to, area);
-            let rows = self.rows_of(returning, source);
-            for (index, row) in rows.take(max_tokens).enumerate() {
+            for (index, row) in rows.of(source).take(max_tokens).enumerate() {
+                let to = at.wrapping_add(index * row_bytes);
                 // SAFETY: the row was received, and its place is that of this rank's row there.
-                unsafe {
-                    side.write_back(
-                        row,
-                        returning.weights,
-                        sums,
-                        at.wrapping_add(index * row_bytes),
-                    );
-                };
+                unsafe { side.write_back(row, weights, sums, to) };
             }
         }
     }
 
-    /// Rows that this rank has received of another one's tokens.
-    fn rows_of(&self, returning: &Returning<'_>, source: u32) -> std::ops::Range<usize> {
-        let offset = |index: u32| {
-            let found = returning.side.handle.source_offsets.get(index as usize);
-            (found.max(0) as usize).min(returning.received)
-        };
-        offset(source)..offset(source + 1)
-    }
-
-    /// Adds the row that a slot has sent back of a token of `source`, its `index`-th one, to the sum inside the host.
+    /// Adds the row that a slot has sent back of a token of `source`, its `index`-th one, to the token's sum.
     ///
     /// # Safety
     ///
-    /// All rows of the host's ranks have come back.
+    /// All rows of the host's ranks have come back. The sum is stored before this is called for another token.
     unsafe fn add_row(
         &self,
         returning: &Returning<'_>,
@@ -339,17 +360,17 @@ impl SpanningEngine {
         let side = returning.side;
         let (row_bytes, max_tokens) = (side.call.shape.row_bytes(), side.call.shape.max_tokens);
         if slot == side.slot {
-            let Some(row) = self.rows_of(returning, source).nth(index) else { return };
-            // SAFETY: the row was received, and there is room for one.
-            unsafe { side.write_back(row, returning.weights, &mut sums.own, sums.row) };
-            // SAFETY: a row was written there.
-            return unsafe { sums.inside.add(sums.row, None) };
-        }
-        if index < max_tokens {
+            let Some(row) = returning.rows.of(source).nth(index) else { return };
+            let room = sums.row.as_mut_ptr().cast();
+            // SAFETY: the row was received, and a token has one of this rank at most, which `room` holds until the sum is stored.
+            let own = unsafe { side.own_row(row, returning.rows.weights, &mut sums.own, room) };
+            if let Some(own) = own {
+                sums.token.add(own, None);
+            }
+        } else if index < max_tokens {
             let area = self.forwarding.area(source, slot, self.ranks.local_world() as u32);
             let at = side.combined_at(side.slot, area).wrapping_add(index * row_bytes);
-            // SAFETY: the area has room for the most tokens of a rank, and the slot has written its rows.
-            unsafe { sums.inside.add(at, None) };
+            sums.token.add(at, None);
         }
     }
 
@@ -361,25 +382,20 @@ impl SpanningEngine {
     /// there.
     unsafe fn sum_chunks(&mut self, returning: &Returning<'_>, sums: &mut Sums<'_>) -> Result<()> {
         let chunks = returning.table.max_tokens().div_ceil(returning.most);
-        let mut cursors = self.cursors(returning);
-        let mut under_way: Option<Ticket> = None;
-        for chunk in 0..=chunks {
-            let next = if chunk < chunks {
+        let mut state = (self.cursors(returning), sums);
+        self.in_chunks(
+            chunks,
+            &mut state,
+            |engine, (cursors, sums), chunk| {
                 // SAFETY: the caller promised that the rows and entries are there; the chunk that had this memory has ended.
-                Some(unsafe { self.begin_sums(returning, chunk, &mut cursors, sums) }?)
-            } else {
-                None
-            };
-            if let Some(ticket) = under_way {
-                self.finish(self.forwarding.route, ticket)?;
-                self.timed(Phase::After, |engine| {
-                    // SAFETY: all sums of the chunk's tokens are there, and the caller promised the rest.
-                    unsafe { engine.sum_tokens(returning, chunk - 1, sums) };
-                });
-            }
-            under_way = next;
-        }
-        Ok(())
+                unsafe { engine.begin_sums(returning, chunk, cursors, sums) }
+            },
+            |_| (),
+            |engine, (_, sums), chunk| {
+                // SAFETY: all sums of the chunk's tokens are there, and the caller promised the rest.
+                unsafe { engine.sum_tokens(returning, chunk, sums) };
+            },
+        )
     }
 
     /// Sums up the rows of a chunk's tokens that this rank forwarded, and begins to send the sums.
@@ -426,8 +442,8 @@ impl SpanningEngine {
                     // SAFETY: all rows have come back.
                     unsafe { self.add_row(returning, row, sums) };
                 }
-                // SAFETY: there is memory for the most tokens of a chunk, of each source.
-                unsafe { sums.inside.store(to) };
+                // SAFETY: the rows have come back, and there is memory for the most tokens of a chunk, of each source.
+                unsafe { sums.token.store(to) };
                 to = to.wrapping_add(row_bytes);
                 send[*place] += row_bytes;
             }
@@ -472,17 +488,16 @@ impl SpanningEngine {
                         // SAFETY: all rows have come back.
                         unsafe { self.add_row(returning, (side.rank, slot, index), sums) };
                     }
-                    sums.far.add_sum(&mut sums.inside);
                 } else if tokens.first() == Some(&(token as u32)) {
-                    // SAFETY: the sum of this token has come.
-                    unsafe { sums.far.add(*at, None) };
+                    sums.token.add(*at, None);
                     *tokens = &tokens[1..];
                     *at = at.wrapping_add(row_bytes);
                 }
+                sums.token.end_part();
             }
             let output = (work.output as *mut u8).wrapping_add(token * row_bytes);
-            // SAFETY: the caller promised that the output is writable and aligned for the tokens.
-            unsafe { sums.far.store(output) };
+            // SAFETY: all rows and sums of the token are there. The caller promised that the output is writable for the tokens.
+            unsafe { sums.token.store(output) };
         }
     }
 }

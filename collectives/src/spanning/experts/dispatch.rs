@@ -4,9 +4,9 @@
 
 use symmpool_allocator::Result;
 
+use super::steps::ReadyCall;
 use super::table::CallTable;
-use super::token_list::{EntryLayout, lists};
-use super::transit::TokenScratch;
+use super::token_list::EntryLayout;
 use crate::ExpertQuantization;
 use crate::call::experts::ExpertCall;
 use crate::call::{CallDescription, OpType};
@@ -15,11 +15,6 @@ use crate::host::kernels::{ExpertRows, copy};
 use crate::outer::{Ticket, Transfer};
 use crate::spanning::phases::Phase;
 use crate::spanning::state::SpanningEngine;
-
-/// Bytes of rows that a rank sends in a chunk, about.
-pub(super) const CHUNK_BYTES: usize = 2 << 20;
-/// The least tokens of a chunk.
-const MIN_CHUNK: usize = 16;
 
 /// Parts of a chunk for a host, one behind the other: rows, scales, and an entry for each token.
 #[derive(Clone, Copy)]
@@ -70,26 +65,14 @@ impl SpanningEngine {
         let side = &unsafe { RankSide::new(call, (rank, world), self.staging.layout()) };
         let known = (call.work.known != 0).then_some((call.mode.by_expert, u64::MAX));
         let ready = side.refusal(known).and_then(|()| self.reserve_for_dispatch(side));
-        self.call_with_scratch(ready, |engine, most, scratch| {
-            // SAFETY: the caller promised what `dispatch` asks; memory for chunks of so many tokens is reserved.
-            unsafe { engine.run_dispatch(side, most, scratch) }
+        self.call_with_scratch(ready, |engine, ready, scratch| {
+            // SAFETY: the caller promised what `dispatch` asks; the memory is ready.
+            unsafe { engine.run_dispatch(side, ready, scratch) }
         })
     }
 
-    /// Makes a call of experts for which memory of so many tokens is ready, with the engine's scratch.
-    pub(super) fn call_with_scratch(
-        &mut self,
-        ready: Result<usize>,
-        run: impl FnOnce(&mut Self, usize, &mut TokenScratch) -> Result<()>,
-    ) -> Result<()> {
-        let mut scratch = std::mem::take(&mut self.expert_scratch);
-        let made = self.call_behind(ready, |engine, most| run(engine, most, &mut scratch));
-        self.expert_scratch = scratch;
-        made
-    }
-
-    /// Takes the memory for rows on their way, before other ranks count on this one. Returns the tokens of a chunk.
-    fn reserve_for_dispatch(&mut self, side: &RankSide<'_>) -> Result<usize> {
+    /// Takes the memory for rows on their way, before other ranks count on this one.
+    fn reserve_for_dispatch(&mut self, side: &RankSide<'_>) -> Result<ReadyCall> {
         let (work, rank) = (&side.call.work, side.rank);
         let (row, scales) = (work.row_bytes as usize, work.scale_bytes as usize);
         let most = self.chunk_tokens(row, side);
@@ -106,51 +89,50 @@ impl SpanningEngine {
             self.transit.rows.reserve(tokens * row, rank)?;
             self.transit.scales.reserve(tokens * scales, rank)?;
         }
-        Ok(most)
-    }
-
-    /// Tokens of a chunk, the same on all ranks.
-    pub(super) fn chunk_tokens(&self, row: usize, side: &RankSide<'_>) -> usize {
-        let wished = CHUNK_BYTES / (row.max(1) * (self.ranks.host_count() - 1).max(1));
-        wished.clamp(MIN_CHUNK, side.call.shape.max_tokens.max(MIN_CHUNK))
+        if work.known == 0 {
+            self.expert_scratch.routing.reserve(work, (rank, side.world))?;
+        }
+        self.ready_call(side, most, false)
     }
 
     /// # Safety
     ///
-    /// You must keep the promises of [`Self::dispatch_over_hosts`]. There is memory for chunks of `most` tokens.
+    /// You must keep the promises of [`Self::dispatch_over_hosts`]. The memory for the call is ready.
     unsafe fn run_dispatch(
         &mut self,
         side: &RankSide<'_>,
-        most: usize,
-        scratch: &mut TokenScratch,
+        ready: ReadyCall,
+        scratch: &mut ExpertScratch,
     ) -> Result<()> {
         let (call, work, world) = (side.call, &side.call.work, side.world);
+        let ReadyCall { most, mut table, mut lists } = ready;
         let is_new = work.known == 0;
-        let mut table = CallTable::new(self, call);
         if is_new {
             // SAFETY: the caller promised that the ids are aligned and readable for the tokens.
-            unsafe { scratch.host.routing.read(work, world) };
-            table.announce(&scratch.host.routing);
+            unsafe { scratch.routing.read(work, world) };
+            table.announce(&scratch.routing);
+            self.fill_lists(side, &mut lists, |at| scratch.routing.positions[at]);
         } else {
             let by_expert = side.handle.head.get(RoutingHandle::BY_EXPERT);
             table.announce_known(|rank| side.handle.bases.get(rank), by_expert as u32);
+            self.fill_lists(side, &mut lists, |at| side.handle.positions.get(at));
         }
-        let ranks = &self.ranks;
-        let home = |rank: usize| ranks.hosts.of(rank as u32) as usize;
-        let places = (ranks.host_count(), ranks.host as usize);
-        let lists = match is_new {
-            true => lists(side, places, home, |at| scratch.host.routing.positions[at]),
-            false => lists(side, places, home, |at| side.handle.positions.get(at)),
-        };
-        lists.iter().enumerate().for_each(|(host, list)| table.list(host, list.len()));
+        lists.all().iter().enumerate().for_each(|(host, list)| table.list(host, list.len()));
         let description = CallDescription::new(OpType::ExpertDispatch);
         let description = description.experts(&call.shape, call.mode).output(call.region);
-        self.exchange_table(description, &mut table)?;
-        let routed = if is_new { side.keep_routing(&scratch.host.routing, &table) } else { Ok(()) };
-        // SAFETY: the caller promised that the tokens are readable; memory for what is made of them is reserved.
-        let rows = self.timed(Phase::Before, |engine| unsafe { engine.sent_rows(side, scratch) });
-        let ids = &scratch.host.routing.ids;
-        let sending = Sending { side, table: &table, lists: &lists, ids, rows, most };
+        let mut rows =
+            SentRow { row: work.input as *const u8, scales: work.input_scales as *const u8 };
+        self.exchange_table(description, &mut table, |engine| {
+            if side.quantization() != ExpertQuantization::None {
+                engine.timed(Phase::Before, |engine| {
+                    // SAFETY: the caller promised that the tokens are readable; memory for what is made of them is reserved.
+                    rows = unsafe { engine.quantized_rows(side, scratch) };
+                });
+            }
+        })?;
+        let routed = if is_new { side.keep_routing(&scratch.routing, &table) } else { Ok(()) };
+        let ids = &scratch.routing.ids;
+        let sending = Sending { side, table: &table, lists: lists.all(), ids, rows, most };
         // SAFETY: all ranks are in this call, so nobody uses what the last one left in the region.
         unsafe { self.send_chunks(&sending) }?;
         self.meet_inside(&description)?;
@@ -179,33 +161,25 @@ impl SpanningEngine {
         })
     }
 
-    /// Waits for the ranks of this host, in the middle of a call.
-    pub(super) fn meet_inside(&mut self, call: &CallDescription) -> Result<()> {
-        let met = self.timed(Phase::Meeting, |engine| engine.inner.meet(call));
-        met.map_err(|why| self.in_group(why))
-    }
-
-    /// Rows of this rank's tokens as they travel: the call's own, or quantised ones.
+    /// Quantises the rows of this rank's tokens.
     ///
     /// # Safety
     ///
     /// You must keep the promises of [`Self::run_dispatch`].
-    unsafe fn sent_rows(&mut self, side: &RankSide<'_>, scratch: &mut TokenScratch) -> SentRow {
+    unsafe fn quantized_rows(
+        &mut self,
+        side: &RankSide<'_>,
+        scratch: &mut ExpertScratch,
+    ) -> SentRow {
         let (work, shape) = (&side.call.work, &side.call.shape);
         let how = side.quantization();
-        if how == ExpertQuantization::None {
-            return SentRow {
-                row: work.input as *const u8,
-                scales: work.input_scales as *const u8,
-            };
-        }
-        let ExpertScratch { row, sum, bytes, scales, .. } = &mut scratch.host;
-        let mut rows = ExpertRows::new(shape.dtype, shape.hidden, (row, sum));
+        let ExpertScratch { row, bytes, scales, .. } = scratch;
+        let rows = ExpertRows::new(shape.dtype, shape.hidden);
         let (to, to_scales) = (self.transit.rows.at(), self.transit.scales.at());
         for token in 0..work.tokens as usize {
             let input = (work.input as *const u8).wrapping_add(token * shape.row_bytes());
             // SAFETY: the caller promised that the input is readable and aligned for all tokens.
-            unsafe { rows.quantize(input, how, bytes, scales) };
+            unsafe { rows.quantize(input, how, (row, bytes, scales)) };
             for (from, to) in [(&*bytes, to), (&*scales, to_scales)] {
                 let to = to.wrapping_add(token * from.len());
                 // SAFETY: the memory has room for the rows and scales of all tokens.
@@ -224,28 +198,16 @@ impl SpanningEngine {
         let longest = sending.table.longest_list(|rank| self.ranks.hosts.of(rank) as usize);
         let chunks = longest.div_ceil(sending.most);
         let mut forwarded = self.forwarded(sending);
-        let mut under_way = None;
-        for chunk in 0..=chunks {
-            let next = if chunk < chunks {
-                // SAFETY: the caller promised that the rows are readable; the chunk that had this memory has ended.
-                Some(unsafe { self.begin_token_chunk(sending, chunk) }?)
-            } else {
-                None
-            };
-            if chunk == 0 {
-                // SAFETY: all ranks of the host are in this call.
-                self.timed(Phase::After, |engine| unsafe { engine.write_own(sending) });
-            }
-            if let Some(ticket) = under_way {
-                self.finish(self.forwarding.route, ticket)?;
-                // SAFETY: all ranks of the host are in this call, and the chunk is there.
-                self.timed(Phase::After, |engine| unsafe {
-                    engine.forward_chunk(sending, chunk - 1, &mut forwarded);
-                });
-            }
-            under_way = next;
-        }
-        Ok(())
+        self.in_chunks(
+            chunks,
+            &mut forwarded,
+            // SAFETY: the caller promised that the rows are readable; the chunk that had this memory has ended.
+            |engine, _, chunk| unsafe { engine.begin_token_chunk(sending, chunk) },
+            // SAFETY: all ranks of the host are in this call.
+            |engine| unsafe { engine.write_own(sending) },
+            // SAFETY: all ranks of the host are in this call, and the chunk is there.
+            |engine, forwarded, chunk| unsafe { engine.forward_chunk(sending, chunk, forwarded) },
+        )
     }
 
     /// Layout of a chunk's part for a host, or from a rank of another one.

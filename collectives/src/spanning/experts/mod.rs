@@ -16,15 +16,17 @@
 //! | `table` | counts and errors of all ranks, which travel with the agreement on a call |
 //! | `token_list` | which tokens go to a host, and what travels with them |
 //! | `transit` | memory of rows on their way |
+//! | `steps` | what both calls do |
 //! | `dispatch`, `combine` | the calls |
 
 mod combine;
 mod dispatch;
 mod forwarding;
+mod steps;
 mod table;
 mod token_list;
 mod transit;
 
 pub(super) use forwarding::Forwarding;
 pub(crate) use forwarding::combine_areas;
-pub(super) use transit::{ExpertTransit, TokenScratch};
+pub(super) use transit::ExpertTransit;

@@ -4,6 +4,7 @@
 
 use symmpool_allocator::{Error, Result};
 
+use super::token_list::with_room;
 use crate::algorithm::StandardCollective;
 use crate::call::experts::ExpertCall;
 use crate::call::{Arguments, CallDescription};
@@ -25,6 +26,9 @@ const FLAGS: usize = 7;
 const HEAD: usize = 8;
 const HAS_WEIGHTS: u32 = 1;
 const IS_PACKED: u32 = 2;
+/// The most words by which a rank says in a combine which ranks its tokens go to. More would be many bytes where a rank has few
+/// tokens in a buffer for many.
+const MAX_TOLD: usize = 256;
 
 /// A row for each rank, of which this rank writes its own.
 pub(super) struct CallTable {
@@ -34,16 +38,31 @@ pub(super) struct CallTable {
     hosts: usize,
     world: usize,
     rank: usize,
+    /// Where the bits are of the tokens' ranks, and how many words they have.
+    told: usize,
+    told_words: usize,
 }
 
 impl CallTable {
-    /// A table in which only this rank's row is to be written.
-    pub(super) fn new(engine: &SpanningEngine, call: &ExpertCall) -> Self {
+    /// A table in which only this rank's row is to be written. In a combine that is not given weights it has room for the ranks of
+    /// all tokens, as far as these are few.
+    ///
+    /// # Errors
+    ///
+    /// `is_out_of_memory` where there is no memory.
+    pub(super) fn new(engine: &SpanningEngine, call: &ExpertCall, combines: bool) -> Result<Self> {
         let (hosts, world) = (engine.ranks.host_count(), engine.ranks.world());
         let experts = if call.mode.by_expert { call.shape.experts as usize } else { 0 };
-        let each = HEAD + hosts + world + experts;
-        let rank = engine.ranks.rank as usize;
-        let mut table = Self { words: vec![0; world * each], each, hosts, world, rank };
+        let told = HEAD + hosts + world + experts;
+        let told_words = match call.shape.max_tokens.saturating_mul(world).div_ceil(32) {
+            words @ ..=MAX_TOLD if combines && !call.mode.weights => words,
+            _ => 0,
+        };
+        let (each, rank) = (told + told_words, engine.ranks.rank);
+        let mut words = with_room(world * each, rank, "counts of all ranks")?;
+        words.resize(world * each, 0);
+        let rank = rank as usize;
+        let mut table = Self { words, each, hosts, world, rank, told, told_words };
         let work = &call.work;
         let mut flags = 0;
         if work.weights != 0 {
@@ -62,7 +81,7 @@ impl CallTable {
         ] {
             table.own()[at] = value;
         }
-        table
+        Ok(table)
     }
 
     fn own(&mut self) -> &mut [u32] {
@@ -80,7 +99,7 @@ impl CallTable {
 
     /// Announces a new routing: rows to each rank, and of each expert.
     pub(super) fn announce(&mut self, routing: &Routing) {
-        let (hosts, world) = (self.hosts, self.world);
+        let (hosts, world, told_words) = (self.hosts, self.world, self.told_words);
         let own = self.own();
         if let Some(BadId { token, id }) = routing.bad {
             own[BAD_TOKEN] = token;
@@ -88,6 +107,7 @@ impl CallTable {
             own[BAD_ID + 1] = (id as u64 >> 32) as u32;
         }
         let (to_ranks, of_experts) = own[HEAD + hosts..].split_at_mut(world);
+        debug_assert!(told_words == 0, "a routing is new in dispatches alone");
         to_ranks.copy_from_slice(&routing.counts);
         if of_experts.is_empty() {
             return;
@@ -107,6 +127,23 @@ impl CallTable {
         for to in 0..world {
             own[HEAD + hosts + to] = begin(to).max(0) as u32;
         }
+    }
+
+    /// Whether the table says which ranks each token goes to.
+    pub(super) fn tells_ranks(&self) -> bool {
+        self.told_words > 0
+    }
+
+    /// Announces that a token of this rank has a row on another one: bit `token * world + rank`.
+    pub(super) fn tell_rank(&mut self, at: usize) {
+        let begin = self.told;
+        self.own()[begin + at / 32] |= 1 << (at % 32);
+    }
+
+    /// Whether a token of a rank has a row on another one.
+    pub(super) fn goes(&self, from: u32, token: usize, rank: u32) -> bool {
+        let at = token * self.world + rank as usize;
+        self.word(from, self.told + at / 32) >> (at % 32) & 1 != 0
     }
 
     /// Tokens that a rank has for a host.
@@ -182,11 +219,13 @@ impl Announced for CallTable {
 }
 
 impl SpanningEngine {
-    /// Agrees on a call, and fills the rows of all ranks.
+    /// Agrees on a call, and fills the rows of all ranks. `meanwhile` runs once all ranks of this host have come, while the hosts
+    /// agree: what it has written to the host's ranks is there when this returns on them. It must write no result.
     pub(super) fn exchange_table(
         &mut self,
         call: CallDescription,
         table: &mut CallTable,
+        meanwhile: impl FnOnce(&mut Self),
     ) -> Result<()> {
         let mut own = table.own().to_vec();
         let place = |at: *mut u32| Place::Unregistered(at.cast());
@@ -200,8 +239,9 @@ impl SpanningEngine {
         };
         let made = match self.by_leaders(StandardCollective::AllGather, &given) {
             // SAFETY: both are this function's alone, as long as the call needs, and live until it has returned.
-            Some(plan) => unsafe { self.run_by_leaders(call, &plan) },
+            Some(plan) => unsafe { self.run_by_leaders(call, &plan, meanwhile) },
             None => self.enter(call, |_| ()).and_then(|()| self.announce()).and_then(|()| {
+                meanwhile(self);
                 self.settle()?;
                 // SAFETY: both are this function's alone, as long as the call needs, and live until it has returned or ended its
                 // transfers.

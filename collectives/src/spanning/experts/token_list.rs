@@ -1,5 +1,7 @@
 //! Which tokens of a rank go to another host, and what travels with each.
 
+use symmpool_allocator::{Error, Result};
+
 use crate::call::experts::MAX_TOP_K;
 use crate::host::experts::{RankSide, RoutedToken};
 
@@ -94,26 +96,63 @@ impl TokenEntry<'_> {
     }
 }
 
-/// Numbers of the tokens that have a row on each host, where `position` says which row of those for a rank a token is, or -1. There
-/// are none for this rank's own host.
-pub(super) fn lists(
-    side: &RankSide<'_>,
-    (hosts, here): (usize, usize),
-    home: impl Fn(usize) -> usize,
-    position: impl Fn(usize) -> i32,
-) -> Vec<Vec<u32>> {
-    let world = side.world as usize;
-    let homes: Vec<usize> = (0..world).map(home).collect();
-    let mut found = vec![Vec::new(); hosts];
-    for token in 0..side.call.work.tokens {
-        for (rank, host) in homes.iter().enumerate() {
-            let goes = *host != here && position(token as usize * world + rank) >= 0;
-            if goes && found[*host].last() != Some(&token) {
-                found[*host].push(token);
+/// Numbers of the tokens that have a row on each host, in their order. There are none for this rank's own host.
+pub(super) struct TokenLists(Vec<Vec<u32>>);
+
+impl TokenLists {
+    /// Room for lists of all of the call's tokens, for so many hosts.
+    ///
+    /// # Errors
+    ///
+    /// `is_out_of_memory` where there is none.
+    pub(super) fn reserve(side: &RankSide<'_>, (hosts, here): (usize, usize)) -> Result<Self> {
+        let tokens = side.call.work.tokens as usize;
+        let of = |host: usize| if host == here { 0 } else { tokens };
+        let lists = (0..hosts).map(|host| with_room(of(host), side.rank, "lists of tokens"));
+        lists.collect::<Result<_>>().map(Self)
+    }
+
+    /// Fills the lists. `position` says which row a token is of those for a rank, or -1, by token and rank; it is called once for
+    /// each. `home` is the host of a rank.
+    pub(super) fn fill(
+        &mut self,
+        side: &RankSide<'_>,
+        home: impl Fn(usize) -> usize,
+        mut position: impl FnMut(usize) -> i32,
+    ) {
+        let world = side.world as usize;
+        let here = home(side.rank as usize);
+        for token in 0..side.call.work.tokens {
+            for rank in 0..world {
+                let host = home(rank);
+                let goes = host != here && position(token as usize * world + rank) >= 0;
+                if goes && self.0[host].last() != Some(&token) {
+                    self.0[host].push(token);
+                }
             }
         }
     }
-    found
+
+    /// Tokens for each host.
+    pub(super) fn all(&self) -> &[Vec<u32>] {
+        &self.0
+    }
+}
+
+/// An empty vector with room for so many elements.
+///
+/// # Errors
+///
+/// `is_out_of_memory` where there is none.
+pub(super) fn with_room<T>(count: usize, rank: u32, what: &str) -> Result<Vec<T>> {
+    let mut made = Vec::new();
+    made.try_reserve_exact(count).map_err(|_| {
+        let bytes = count.saturating_mul(size_of::<T>());
+        Error::out_of_memory(format!(
+            "experts on rank {rank}: no memory for {bytes} bytes of {what}"
+        ))
+    })?;
+    Ok(made)
 }
 
 #[cfg(test)]

@@ -2,8 +2,6 @@
 
 use symmpool_allocator::{Error, Result};
 
-use crate::host::experts::ExpertScratch;
-
 /// Memory that calls of experts use for themselves.
 #[derive(Debug, Default)]
 pub(in crate::spanning) struct ExpertTransit {
@@ -16,18 +14,6 @@ pub(in crate::spanning) struct ExpertTransit {
     /// Tokens that this rank has quantised, and their scales.
     pub(super) rows: TransitMemory,
     pub(super) scales: TransitMemory,
-}
-
-/// Lists and rows that no transfer uses.
-#[derive(Debug, Default)]
-pub(in crate::spanning) struct TokenScratch {
-    /// Scratch of a call on one host. Its `own` is room for a row of this rank here.
-    pub(super) host: ExpertScratch,
-    /// Elements of a row and of a sum: inside the host, and between hosts.
-    pub(super) inside_row: Vec<f32>,
-    pub(super) inside_sum: Vec<f32>,
-    pub(super) far_row: Vec<f32>,
-    pub(super) far_sum: Vec<f32>,
 }
 
 /// Bytes that grow and never shrink, at an address that is a multiple of 16.

@@ -55,16 +55,16 @@ impl HostEngine {
             // SAFETY: the part has room for the capacity.
             weights = unsafe { side.given_weights(received) };
         }
-        let ExpertScratch { row, sum, own, .. } = scratch;
+        let own = &mut scratch.own;
         own.resize(call.shape.hidden, 0.0);
-        let mut sums = ExpertRows::new(call.shape.dtype, call.shape.hidden, (row, sum));
+        let mut sums = ExpertRows::new(call.shape.dtype, call.shape.hidden);
         let rows = CombineRows { side, received, weights };
         // SAFETY: every rank has made this call, so nobody uses what the last one left in the region; this rank alone
         // writes its rows.
         unsafe { self.send_back(&rows, &mut sums) };
         self.step()?;
         // SAFETY: all rows of this rank's tokens have come back.
-        unsafe { self.sum_tokens(&rows, &mut sums, own.as_mut_ptr().cast()) };
+        unsafe { self.sum_tokens(&rows, sums, own.as_mut_ptr().cast()) };
         Ok(())
     }
 
@@ -100,7 +100,7 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::combine`], after the handshake.
-    unsafe fn send_back(&self, rows: &CombineRows<'_>, sums: &mut ExpertRows<'_>) {
+    unsafe fn send_back(&self, rows: &CombineRows<'_>, sums: &mut ExpertRows) {
         let CombineRows { side, received, weights } = *rows;
         let (call, row_bytes) = (side.call, side.call.shape.row_bytes());
         for peer in self.peers() {
@@ -122,10 +122,11 @@ impl HostEngine {
     /// # Safety
     ///
     /// You must keep the promises of [`Self::combine`], after all rows have come back. `own` has room for a row.
-    unsafe fn sum_tokens(&self, rows: &CombineRows<'_>, sums: &mut ExpertRows<'_>, own: *mut u8) {
+    unsafe fn sum_tokens(&self, rows: &CombineRows<'_>, mut own_sums: ExpertRows, own: *mut u8) {
         let CombineRows { side, received, weights } = *rows;
         let (call, row_bytes) = (side.call, side.call.shape.row_bytes());
         let (me, world, work) = (self.rank(), self.world(), &call.work);
+        let mut sums = ExpertRows::new(call.shape.dtype, call.shape.hidden);
         for token in 0..work.tokens as usize {
             let position = |rank: u32| {
                 let found = side.handle.positions.get(token * world as usize + rank as usize);
@@ -134,26 +135,22 @@ impl HostEngine {
             let mine = position(me)
                 .and_then(|at| side.handle.row_at(me as usize, at as i32, work.capacity))
                 .filter(|row| *row < received);
-            if let Some(row) = mine {
-                // SAFETY: the row was received.
-                unsafe { side.write_back(row, weights, sums, own) };
-            }
             for rank in 0..world {
                 let from = if rank == me {
-                    if mine.is_none() {
-                        continue;
-                    }
-                    own.cast_const()
+                    // SAFETY: the row was received, and a token has one at most, so `own` holds it until the sum is stored.
+                    mine.and_then(|row| unsafe { side.own_row(row, weights, &mut own_sums, own) })
                 } else {
-                    let Some(at) = position(rank) else { continue };
-                    self.combined_at(side, (rank, me)).wrapping_add(at * row_bytes)
+                    let place =
+                        |at| self.combined_at(side, (rank, me)).wrapping_add(at * row_bytes);
+                    position(rank).map(|at| place(at).cast_const())
                 };
-                // SAFETY: the rank has received the row, and has sent it back.
-                unsafe { sums.add(from, None) };
+                if let Some(from) = from {
+                    sums.add(from, None);
+                }
             }
             let output = (work.output as *mut u8).wrapping_add(token * row_bytes);
-            // SAFETY: the caller promised that the output is writable and aligned for the tokens, of which this is
-            // one.
+            // SAFETY: each rank has received its row, and has sent it back. The caller promised that the output is writable and
+            // aligned for the tokens, of which this is one.
             unsafe { sums.store(output) };
         }
     }

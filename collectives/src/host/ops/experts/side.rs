@@ -372,41 +372,79 @@ impl<'a> RankSide<'a> {
         region.at(slot, region.parts.combined, nth * shape.max_tokens, shape.row_bytes())
     }
 
-    /// Makes what goes back for a received row, and writes it. `weights` are those of rows by expert. A row that the input does not
-    /// have is zeros: a handle may have changed since it was checked.
+    /// Row of a combine's input. A row that the input does not have is none: a handle may have changed since it was checked.
+    fn input_row(&self, row: usize) -> Option<*const u8> {
+        let (work, row_bytes) = (self.work(), self.call.shape.row_bytes());
+        let at = (work.input as *const u8).wrapping_add(row * row_bytes);
+        ((row as u64) < work.input_rows).then_some(at)
+    }
+
+    /// Sums up what goes back for a received row by expert. `weights` are those of rows by expert.
     ///
     /// # Safety
     ///
     /// The row was received, and `to` has room for one. The input has `input_rows` rows.
+    unsafe fn sum_by_expert(
+        &self,
+        row: usize,
+        weights: Numbers<f32>,
+        sums: &mut ExpertRows,
+        to: *mut u8,
+    ) {
+        let top_k = self.work().top_k as usize;
+        for at in row * top_k..(row + 1) * top_k {
+            let Ok(place) = usize::try_from(self.handle.places.get(at)) else { continue };
+            let Some(from) = self.input_row(place) else { continue };
+            sums.add(from, Some(weights.get(at)));
+        }
+        // SAFETY: the caller promised that `to` has room for a row and that the input has these rows, which `input_row` has checked.
+        unsafe { sums.store(to) };
+    }
+
+    /// Makes what goes back for a received row, and writes it: zeros for a row that the input does not have.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Self::sum_by_expert`].
     pub(crate) unsafe fn write_back(
         &self,
         row: usize,
         weights: Numbers<f32>,
-        sums: &mut ExpertRows<'_>,
+        sums: &mut ExpertRows,
         to: *mut u8,
     ) {
-        let (work, row_bytes) = (self.work(), self.call.shape.row_bytes());
-        let input = |row: usize| {
-            let at = (work.input as *const u8).wrapping_add(row * row_bytes);
-            ((row as u64) < work.input_rows).then_some(at)
-        };
+        if self.call.mode.by_expert {
+            // SAFETY: the caller promised the same.
+            return unsafe { self.sum_by_expert(row, weights, sums, to) };
+        }
+        let row_bytes = self.call.shape.row_bytes();
+        match self.input_row(row) {
+            // SAFETY: the input has this row, and the caller promised room for one.
+            Some(from) => unsafe { copy(from, to, row_bytes) },
+            // SAFETY: the caller promised room for a row.
+            None => unsafe { to.write_bytes(0, row_bytes) },
+        }
+    }
+
+    /// Makes what goes back for a received row of a token that this rank sums up itself. Returns where it lies: in the input, or in
+    /// `room`, which has room for a row.
+    ///
+    /// # Safety
+    ///
+    /// You must keep the promises of [`Self::sum_by_expert`].
+    pub(crate) unsafe fn own_row(
+        &self,
+        row: usize,
+        weights: Numbers<f32>,
+        sums: &mut ExpertRows,
+        room: *mut u8,
+    ) -> Option<*const u8> {
         if !self.call.mode.by_expert {
-            let Some(from) = input(row) else {
-                // SAFETY: the caller promised room for a row.
-                return unsafe { to.write_bytes(0, row_bytes) };
-            };
-            // SAFETY: the input has this row.
-            return unsafe { copy(from, to, row_bytes) };
+            return self.input_row(row);
         }
-        let top_k = work.top_k as usize;
-        for at in row * top_k..(row + 1) * top_k {
-            let Ok(place) = usize::try_from(self.handle.places.get(at)) else { continue };
-            let Some(from) = input(place) else { continue };
-            // SAFETY: the input has this row, which `input` has checked.
-            unsafe { sums.add(from, Some(weights.get(at))) };
-        }
-        // SAFETY: the caller promised that `to` has room for a row.
-        unsafe { sums.store(to) };
+        // SAFETY: the caller promised the same.
+        unsafe { self.sum_by_expert(row, weights, sums, room) };
+        Some(room.cast_const())
     }
 }
 
