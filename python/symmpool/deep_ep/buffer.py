@@ -105,7 +105,8 @@ class Buffer:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """The bytes of symmetric memory that low-latency calls of this shape hold on a rank, with 8 experts a
-        token. Nobody has to pass them on."""
+        token. Nobody has to pass them on. Over hosts of different numbers of ranks they hold more, which
+        `memory()` says: it has what was made, and this name knows no group."""
         return ExpertBufferCore.bytes_for(
             world=num_ranks,
             hidden=hidden,

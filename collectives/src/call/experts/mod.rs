@@ -156,15 +156,12 @@ impl fmt::Display for ExpertMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.by_expert { "rows by expert" } else { "rows by rank" })?;
         if self.quantized {
-            f.write_str(", quantised")?;
-            match self.quantize {
-                ExpertQuantization::None => f.write_str(" before")?,
-                ExpertQuantization::Fp8 => {}
-                ExpertQuantization::Fp8PowerOfTwo => {
-                    f.write_str(" with powers of two as scales")?
-                }
-                ExpertQuantization::Fp8Ue8m0 => f.write_str(" with exponents as scales")?,
-            }
+            f.write_str(match self.quantize {
+                ExpertQuantization::None => ", quantised before",
+                ExpertQuantization::Fp8 => ", quantised",
+                ExpertQuantization::Fp8PowerOfTwo => ", quantised with powers of two as scales",
+                ExpertQuantization::Fp8Ue8m0 => ", quantised with exponents as scales",
+            })?;
         }
         if self.scale_bytes > 0 {
             let dtype = DType::from_code(self.scale_dtype).map_or("?", DType::name);

@@ -137,7 +137,7 @@ unsafe fn sum_block<F: ElementReduction<Acc = f32>, const F16C: bool>(
 ///
 /// # Safety
 ///
-/// As many elements from `from` on are readable, and `left <= BLOCK`.
+/// `left` elements from `from` on are readable, and `left <= BLOCK`.
 #[inline(always)]
 unsafe fn load_next<T: Copy + Default>(from: *const u8, left: usize) -> [T; BLOCK] {
     if left == BLOCK {
@@ -176,7 +176,7 @@ mod tests {
     /// Rule S7.
     #[test]
     fn instruction_sets_agree_to_the_bit() {
-        let wide = rows(|bits| f32::from_bits(bits));
+        let wide = rows(f32::from_bits);
         let halves = rows(|bits| (bits >> 16) as u16);
         let finite =
             |row: &Vec<f32>| row.iter().map(|x| if x.is_nan() { 1.0 } else { *x }).collect();

@@ -143,7 +143,7 @@ impl SpanningEngine {
                 // SAFETY: all ranks of the host are in this call, so none of them uses what the last one left in the region, which
                 // only they do.
                 engine.timed(Phase::Before, |engine| unsafe {
-                    engine.send_back(rows, &mut sums.own)
+                    engine.send_back(rows, &mut sums.own);
                 });
             }
         })?;
