@@ -181,6 +181,7 @@ MAKERS |= tables_gpu.MAKERS | tables_scale.MAKERS | tables_summary.MAKERS
 DOCUMENTS = (
     ROOT / "README.md",
     ROOT / "docs/performance.md",
+    ROOT / "docs/experts.md",
     ROOT / "docs/scale.md",
     *sorted((ROOT / "docs/performance").glob("*.md")),
 )

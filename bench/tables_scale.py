@@ -25,6 +25,8 @@ scale = model()
 PRETENDED = ("hosts_2x4", "hosts_4x2")
 #: Others: of different numbers of ranks, of one rank each, and one host.
 OTHERS = ("hosts_3and1", "hosts_4x1", "hosts_1x4")
+#: Calls of experts over pretended hosts.
+EXPERTS = ("experts_2x2", "experts_2x4")
 RANKS = 8
 HOSTS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 SIZES = [4 << 10, 256 << 10, 16 << 20, 256 << 20]
@@ -132,7 +134,28 @@ def hosts_bars():
     return table(["ranks of hosts", "call", "bytes", "what", "measured", "bar", ""], rows)
 
 
-MAKERS = {each.__name__: each for each in (scale_predicted, scale_errors, scale_costs, hosts_bars)}
+def experts_over_hosts():
+    """Calls of experts over pretended hosts, beside gloo's all-to-alls."""
+    rows = []
+    for name in EXPERTS:
+        if not (RESULTS / f"{name}.json").exists():
+            continue
+        report = load(name)
+        shown = " + ".join(str(len(each)) for each in report["hosts"])
+        for each in report["results"]:
+            ours, theirs = (each["figures"][who]["us"] for who in ("ours", "all-to-all"))
+            sent = each["crossed_hosts"]["ours"]
+            times = [figure(ours / 1e3), figure(theirs / 1e3), f"{theirs / ours:.2f}"]
+            tokens = f"{each['tokens']:,}"
+            rows.append([shown, each["case"], tokens, *times, f"{sent['bytes'] / sent['least']:.3f}"])
+    heads = ["ranks of hosts", "call", "tokens", "ours, ms", "gloo, ms", "gloo / ours", "bytes / least"]
+    return table(heads, rows)
+
+
+MAKERS = {
+    each.__name__: each
+    for each in (scale_predicted, scale_errors, scale_costs, hosts_bars, experts_over_hosts)
+}
 
 #: How sizes are drawn: class for the colour, dash.
 LINES = [("ours", ""), ("nccl", "6 4"), ("torch", "2 3"), ("ours", "9 3 2 3")]
