@@ -106,15 +106,15 @@ def ratio(found: dict[str, int]) -> float:
 def _count(engine: Any, ranks: list[int]) -> None:
     exchange, gather = engine.all_to_all, engine.all_gather
 
-    def all_to_all(output: int, source: int, send: Any, receive: Any) -> int:
+    def all_to_all(output: int, source: int, send: Any, receive: Any, stream: int) -> int:
         for rank, count in zip(ranks, send):
             _add(rank, count)
-        return exchange(output, source, send, receive)
+        return exchange(output, source, send, receive, stream)
 
-    def all_gather(output: int, source: int, nbytes: int) -> int:
+    def all_gather(output: int, source: int, nbytes: int, stream: int) -> int:
         for rank in ranks:
             _add(rank, nbytes)
-        return gather(output, source, nbytes)
+        return gather(output, source, nbytes, stream)
 
     engine.all_to_all, engine.all_gather = all_to_all, all_gather
 
