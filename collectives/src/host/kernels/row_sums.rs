@@ -157,7 +157,8 @@ mod tests {
 
     /// Rows of every kind of number, NaNs and subnormals among them.
     fn rows<T: bytemuck::Pod + Default>(of: impl Fn(u32) -> T) -> Vec<Vec<T>> {
-        (0..5).map(|row| (0..101).map(|at| of(at * 655_360_007 + row * 77_777)).collect()).collect()
+        let bits = |row: u32, at: u32| at.wrapping_mul(655_360_007).wrapping_add(row * 77_777);
+        (0..5).map(|row| (0..101).map(|at| of(bits(row, at))).collect()).collect()
     }
 
     fn sum<T: bytemuck::Pod + Default>(isa: Isa, dtype: DType, rows: &[Vec<T>]) -> Vec<u8> {
