@@ -95,8 +95,13 @@ impl Communicator {
             // SAFETY: the control block is a window, so mapped in every slot of this host; each rank zeroed its own before the
             // commit, which all have passed; its place is given to nobody else before every rank has let go of it.
             let engine = unsafe { HostEngine::new(pool.layout(), offset, own?, engine_options) }?;
-            let engine =
-                SpanningEngine::new(pool, Box::new(engine), outers, (offset + staging, number))?;
+            let engine = SpanningEngine::new(
+                pool,
+                Box::new(engine),
+                outers,
+                (offset + staging, number),
+                None,
+            )?;
             Ok(AnyEngine::Spanning(Box::new(engine)))
         })
     }
@@ -129,8 +134,13 @@ impl Communicator {
             let ready = ready.take().ok_or_else(|| Error::invalid_state("nothing was prepared"))?;
             let offset = control.offset();
             let engine = CudaEngine::new(near, offset, &engine_options, ready, alive, number)?;
-            let engine =
-                SpanningEngine::new(pool, Box::new(engine), outers, (offset + staging, number))?;
+            let engine = SpanningEngine::new(
+                pool,
+                Box::new(engine),
+                outers,
+                (offset + staging, number),
+                options.sm_budget,
+            )?;
             Ok(AnyEngine::Spanning(Box::new(engine)))
         })
     }

@@ -47,7 +47,7 @@ pub(crate) use self::layout::footprint::{
     Requested as RequestedMemory, VARIABLE as MEMORY_VARIABLE, as_text, check_total,
     communicator_bytes, growing_bytes, requested_total,
 };
-pub(crate) use self::layout::params::Footprint;
+pub(crate) use self::layout::params::{Footprint, MAX_LOCAL_INPUTS};
 pub use self::ops::algorithms::checked_exchanges;
 pub use self::reduce_scatter::checked_reduce_scatters;
 pub use self::reduce_scatter::row::ScatterCases;

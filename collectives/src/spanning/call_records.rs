@@ -1,7 +1,7 @@
 //! Records of calls on devices, by which hosts compare them.
 //!
 //! On devices calls are work on streams, and the host does not wait for other hosts. So they are compared behind their backs:
-//! every rank gathers the records of its peers on the other hosts, on the call's stream in front of its data, and the host looks
+//! every rank gathers the records of all ranks, on the call's stream in front of its data, and the host looks
 //! at them when it makes its next call, or synchronises. A record has the call's number and description, and a digest of all
 //! calls before. Calls of 64 KiB or more have a record each, and one call in [`INTERVAL`] of the others. Different calls end
 //! the communicator on all ranks. Inside a host the engine's handshakes compare calls, too.

@@ -10,10 +10,11 @@ use symmpool_allocator::{Error, Result, Stream};
 use super::ranks::Route;
 use super::staging::staging_bytes;
 use super::state::{SpanningEngine, sms_inside};
-use crate::algorithm::{AlgorithmId, CallShape, NativeKernel, StandardCollective};
+use crate::algorithm::{AUTO, AlgorithmId, CallShape, NativeKernel, StandardCollective};
 use crate::call::experts::ExpertCall;
 use crate::call::rehearsal::{Lifts, Rehearsed};
 use crate::call::{Arguments, CallDescription, OpType, StandardCall};
+use crate::cuda::MAX_LOCAL_INPUTS;
 use crate::engine::{Engine, FailureHandle, LocalReduction};
 use crate::host::experts::received_sizes;
 use crate::plan::CheckedPlan;
@@ -110,7 +111,21 @@ impl Engine for SpanningEngine {
     }
 
     unsafe fn run(&mut self, call: &StandardCall, stream: &Stream) -> Result<()> {
+        if self.device.is_some() && call.algorithm != AUTO {
+            return Err(self.decline_across(&format!("{} by a named algorithm", call.collective)));
+        }
         let given = call.arguments;
+        let sums = if Self::divides(given.dtype, given.op) {
+            self.ranks.host_count()
+        } else {
+            self.ranks.world()
+        };
+        if self.device.is_some() && call.collective.reduces() && sums > MAX_LOCAL_INPUTS {
+            return Err(self.decline_across(&format!(
+                "{} of {sums} partial sums, of which devices add up {MAX_LOCAL_INPUTS} at most",
+                call.collective
+            )));
+        }
         let sound = self.check(call);
         let description = call.describe();
         let plan = if sound.is_ok() && self.device.is_none() {
@@ -177,7 +192,7 @@ impl Engine for SpanningEngine {
         let sound = self.check_parts(places, splits, dtype);
         if self.device.is_some() {
             // SAFETY: the caller promised that the places are there for the sums of the splits until the stream is past this.
-            return self.call((call, 0), sound, stream, |engine, parts| unsafe {
+            return self.call((call, u64::MAX), sound, stream, |engine, parts| unsafe {
                 engine.exchange_directly(places, &parts, stream)
             });
         }

@@ -32,6 +32,7 @@ impl SpanningEngine {
     ) -> Result<()> {
         self.ready()?;
         let own = match own {
+            Err(why) if self.rehearses => return Err(why),
             Err(why) => return Err(self.fail(why)),
             Ok(_) if self.rehearses => return Ok(()),
             Ok(own) => own,
@@ -110,7 +111,7 @@ impl SpanningEngine {
         }
         self.refuse_capture(&call, stream)?;
         self.pass_timeout();
-        // Records that are gathered are a meeting of the hosts; then the ranks of a host meet.
+        // Records that are gathered are a meeting of all ranks; then those of a host meet, whose calls may follow.
         let made = self.put_on_stream((call, u64::MAX), stream, |engine, record| {
             engine.end_record(record, stream)?;
             engine.inside_barrier(stream)
@@ -145,14 +146,14 @@ impl SpanningEngine {
         unsafe { self.copy((from, own.at), RECORD_BYTES, stream) }?;
         let gather = Transfer::AllGather { output: all.at, input: own.at, bytes: RECORD_BYTES };
         // SAFETY: staging has room for the records of all ranks, and the stream keeps calls in order.
-        let ticket = unsafe { self.begin_on(self.route(), gather, stream) }?;
+        let ticket = unsafe { self.begin_on(Route::Flat, gather, stream) }?;
         Ok(Some(BegunRecord { record, slot, ticket }))
     }
 
     /// Has the stream put the gathered records where the host finds them.
     fn end_record(&mut self, begun: Option<BegunRecord>, stream: &Stream) -> Result<()> {
         let Some(BegunRecord { record, slot, ticket }) = begun else { return Ok(()) };
-        self.finish_on(self.route(), ticket, stream)?;
+        self.finish_on(Route::Flat, ticket, stream)?;
         let Some(records) = &self.records else { return Ok(()) };
         let (places, bytes) = ((records.all.at, records.room(slot)), records.width * RECORD_BYTES);
         // SAFETY: the words belong to the slot, whose last record the host has read.
@@ -165,7 +166,6 @@ impl SpanningEngine {
 
     /// Compares the records that have arrived. Waits for none.
     fn check_records(&mut self) -> Result<()> {
-        let route = self.route();
         while let Some(records) = &mut self.records
             && let Some((record, mut others)) = records.take_arrived()?
         {
@@ -174,19 +174,14 @@ impl SpanningEngine {
                 others.retain(|(_, other)| other.number == record.number);
             }
             if !others.is_empty() {
-                return Err(self.different_calls(route, &record, &others));
+                return Err(self.different_calls(&record, &others));
             }
         }
         Ok(())
     }
 
     #[cold]
-    fn different_calls(
-        &self,
-        route: Route,
-        own: &CallRecord,
-        others: &[(usize, CallRecord)],
-    ) -> Error {
+    fn different_calls(&self, own: &CallRecord, others: &[(usize, CallRecord)]) -> Error {
         let line = |rank: u32, record: &CallRecord| {
             format!(
                 "rank {rank} (host {}): call {}, {}",
@@ -195,7 +190,7 @@ impl SpanningEngine {
                 record.call
             )
         };
-        let ranks: Vec<u32> = others.iter().map(|(at, _)| self.rank_on(route, *at)).collect();
+        let ranks: Vec<u32> = others.iter().map(|(at, _)| self.rank_on(Route::Flat, *at)).collect();
         let lines: Vec<String> =
             others.iter().zip(&ranks).map(|((_, record), &rank)| line(rank, record)).collect();
         let is_before = others.iter().all(|(_, other)| other.call == own.call);

@@ -86,12 +86,14 @@ pub(crate) struct SpanningEngine {
 impl SpanningEngine {
     /// The engine on a pool that spans hosts. Its staging is at `staging` in every slot, as long as
     /// [`staging_bytes`](super::staging_bytes) says, in windows. The commit with that `number` made these windows: no other
-    /// communicator of the pool has it.
+    /// communicator of the pool has it. On a device its calls take no more
+    /// SMs than `most_sms`.
     pub(crate) fn new(
         pool: &Pool,
         mut inner: Box<dyn Engine>,
         outers: Outers,
         (staging, number): (u64, u64),
+        most_sms: Option<u32>,
     ) -> Result<Self> {
         let ranks = RankTable::new(pool.hosts(), pool.rank());
         check(&outers, &ranks)?;
@@ -103,10 +105,8 @@ impl SpanningEngine {
         let device = pool.driver().as_cuda().map(|_| pool.driver().clone());
         let records = match &device {
             Some(device) => {
-                inner.set_sm_budget(sms_inside(device, None));
-                let width =
-                    if ranks.is_even && outers.rail.is_some() { hosts } else { ranks.world() };
-                Some(CallRecords::new(device, width, staging.records())?)
+                inner.set_sm_budget(sms_inside(device, most_sms));
+                Some(CallRecords::new(device, ranks.world(), staging.records())?)
             }
             None => None,
         };

@@ -118,10 +118,14 @@ class ServedDevices:
         announced = agreement.announce(group.key, here) if kind == "cpu" else None
         if announced is None:
             agreement.agree(group.key, here, None, self.seconds, first)
-        why, left = None, self.seconds + _LATENESS
+        why, left, spans = None, self.seconds + _LATENESS, False
         try:
             if kind == "cuda":
-                _refuse_over_hosts(cache.hosts_of(group.key, number))
+                spans = len(cache.hosts_of(group.key, number)) > 1
+                if spans:
+                    refusals = agreement.agree(group.key, "backend/hosts", _why_not(), left, first)
+                    if refusals:
+                        raise UnsupportedError(agreement.reasons(refusals))
             made = cache.communicator(group.key, name)
             if kind == "cpu":
                 # All ranks have one: they agree without round trips to the store. One that has failed since
@@ -148,7 +152,8 @@ class ServedDevices:
         if refusals and group.rank() == 0:
             served, why = process_groups.description_of(group.key), agreement.reasons(refusals)
             logger.warning("another backend serves collectives of %s on %s: %s", served, name, why)
-        if kind == "cuda" and not refusals:
+        # Messages over hosts stay the fallback's.
+        if kind == "cuda" and not refusals and not spans:
             self._choose_channels(group, number, first)
         return not refusals
 
@@ -165,13 +170,14 @@ class ServedDevices:
         self._p2p.use_communicator(exchange, entry.comm, number, explainer(entry))
 
 
-def _refuse_over_hosts(hosts: tuple[tuple[int, ...], ...]) -> None:
-    """Raises UnsupportedError where ranks are on several hosts, unless the program wants our collectives."""
-    if len(hosts) > 1 and os.environ.get(OVER_HOSTS) != "1":
-        raise UnsupportedError(
-            f"symmpool: the ranks are on {len(hosts)} hosts, and {OVER_HOSTS}=1 is not set: calls on GPUs "
-            "over hosts cannot be captured in CUDA graphs yet (docs/hosts.md)"
-        )
+def _why_not() -> str | None:
+    """Why calls of ranks on several hosts are not ours, unless the program wants them to be."""
+    if os.environ.get(OVER_HOSTS) == "1":
+        return None
+    return (
+        f"symmpool: the ranks are on several hosts, and {OVER_HOSTS}=1 is not set: calls on GPUs over hosts "
+        "cannot be captured in CUDA graphs yet (docs/hosts.md)"
+    )
 
 
 def _is_named(group: GroupState, kind: str) -> bool:

@@ -38,7 +38,7 @@ pub(in crate::cuda) const DEPARTURE_REASON: u64 = offset_of!(Departure, reason) 
 pub(in crate::cuda) const UNKNOWN: u64 = u64::MAX;
 
 /// The most arrays of a reduction of one device's arrays: arguments of a kernel have at most 4 KiB.
-pub(in crate::cuda) const MAX_LOCAL_INPUTS: usize = 128;
+pub(crate) const MAX_LOCAL_INPUTS: usize = 128;
 
 kernel_structs! {
     /// Message that a rank leaves at each peer when it makes no further call, and no failed handshake says so: it refused a

@@ -83,7 +83,7 @@ impl CudaEngine {
             root: 0,
             peer_blocks: 0,
         };
-        let kernel = self.kernel(spec(dtype, op))?.without_waits();
+        let kernel = self.kernel(spec(dtype, op))?.without_waits().after_copies();
         let blocks = bytes.div_ceil(16 * u64::from(THREADS)).clamp(1, MAX_BLOCKS) as u32;
         // SAFETY: the caller promised that the arrays are readable and the result is writable until the stream is past this. The
         // work has the layout of the kernel's third parameter.

@@ -120,6 +120,16 @@ impl OuterComm {
         self.call(|library, raw| unsafe { library.is_settled(raw) })
     }
 
+    /// Asks NCCL for an error of the communicator, unless a call of it is under way, which may block.
+    pub(super) fn look(&self) -> Result<()> {
+        let Ok(_one_at_a_time) = self.calls.try_lock() else { return Ok(()) };
+        if self.is_ending.load(Ordering::Acquire) {
+            return Err(Error::invalid_state("NCCL's communicator between hosts was ended"));
+        }
+        // SAFETY: the communicator was not given back, and no other call of it is under way.
+        unsafe { self.library.is_settled(self.raw) }.map(drop)
+    }
+
     /// Waits until the communicator has done what it was asked for. `stop` is asked now and then, and ends the wait by its error.
     pub(super) fn settle(
         &self,

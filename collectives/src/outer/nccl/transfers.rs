@@ -171,12 +171,18 @@ impl Transfers {
         if let Some(why) = self.failure() {
             return Err(why);
         }
-        let state = lock(&self.state);
-        if let Some(pending) = state.pending.iter().find(|pending| pending.ticket == ticket) {
+        // CUDA may block where a stream's queue is full: the thread that ends transfers must not wait for that.
+        let pending = lock(&self.state)
+            .pending
+            .iter()
+            .find(|each| each.ticket == ticket)
+            .map(|each| each.done);
+        if let Some(done) = pending {
             let cuda = cuda(&self.driver)?;
             let to = cuda.stream_handle(*stream)? as u64;
-            // SAFETY: the event is of a transfer under way, and the caller's stream is live.
-            return cuda.with_context(|| unsafe { self.api.wait(to, pending.done) });
+            // SAFETY: the event is this value's own, and the caller's stream is live. It is recorded again by a later transfer of
+            // this thread alone.
+            return cuda.with_context(|| unsafe { self.api.wait(to, done) });
         }
         // The thread has seen its end.
         Ok(())
@@ -303,7 +309,7 @@ impl Transfers {
             return Ok(());
         }
         for comm in &self.comms {
-            comm.is_settled()?;
+            comm.look()?;
         }
         let mut ended = Vec::new();
         let mut is_first = vec![true; self.comms.len()];
