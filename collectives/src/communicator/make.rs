@@ -152,16 +152,30 @@ impl Communicator {
         requested: &Result<AllReduceAlgorithm>,
     ) -> Result<(AnyEngine, Block<u8>)> {
         let (options, bytes) = Self::device_options(pool, pool.world(), options, requested);
+        Self::on_device_block(pool, pool, bytes, &options, |engine, _, _| {
+            Ok(AnyEngine::Cuda(Box::new(engine)))
+        })
+    }
+
+    /// [`Self::on_control_block`] on a device: `build` is given the engine of the ranks of `near`, the pool itself or as the ranks
+    /// of one host see it, the block's place in a slot, and the number of the commit.
+    pub(super) fn on_device_block(
+        pool: &Pool,
+        near: &Pool,
+        bytes: Result<u64>,
+        options: &CudaEngineOptions,
+        build: impl FnOnce(CudaEngine, u64, u64) -> Result<AnyEngine>,
+    ) -> Result<(AnyEngine, Block<u8>)> {
         let ready: Cell<Option<ReadyKernels>> = Cell::new(None);
         let prepare = |block: &Block<u8>| {
-            ready.set(Some(CudaEngine::prepare(pool, block, &options)?));
+            ready.set(Some(CudaEngine::prepare(near, block, options)?));
             Ok(())
         };
-        let alive = Box::new(still_there(pool));
+        let alive = Box::new(still_there(near));
         Self::on_control_block(pool, bytes, prepare, |control, number| {
             let ready = ready.take().ok_or_else(|| Error::invalid_state("nothing was prepared"))?;
-            let engine = CudaEngine::new(pool, control.offset(), &options, ready, alive, number)?;
-            Ok(AnyEngine::Cuda(Box::new(engine)))
+            let offset = control.offset();
+            build(CudaEngine::new(near, offset, options, ready, alive, number)?, offset, number)
         })
     }
 

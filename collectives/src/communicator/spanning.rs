@@ -2,8 +2,6 @@
 
 #![allow(unsafe_code)] // hands raw control memory to the engine
 
-use std::cell::Cell;
-
 use symmpool_allocator::{Block, Error, Pool, Result};
 
 use super::call_lock::ControlMemory;
@@ -12,15 +10,14 @@ use super::engine::AnyEngine;
 use super::make::{CommunicatorParts, all_to_all_of, host_options};
 use super::peers::still_there;
 use super::{Communicator, CommunicatorOptions};
-use crate::cuda::{CudaEngine, ReadyKernels};
 use crate::outer::Outers;
 use crate::spanning::{SpanningEngine, not_across, staging_bytes};
 use crate::{AllReduceAlgorithm, HostEngine, HostEngineOptions};
 
 impl Communicator {
     /// A communicator of all ranks of a pool that spans [hosts](Pool::hosts): inside each host by shared memory or on devices,
-    /// between hosts by `outers`, which move memory of the pool's kind. Collective: every rank makes its communicators in the same order; it commits the pool. Where all ranks are
-    /// on one host it is as [`with_options`](Self::with_options), and the outer engines are dropped.
+    /// between hosts by `outers`, which move memory of the pool's kind. Collective: every rank makes its communicators in the
+    /// same order; it commits the pool. Where all ranks are on one host it is as [`with_options`](Self::with_options), and the outer engines are dropped.
     ///
     /// All-reduces, reduce-scatters, all-gathers, broadcasts, all-to-alls and barriers work as on one host. Results have the
     /// same bits on every rank and in every run, but not those of one host: a host's partial results are rounded to the
@@ -31,8 +28,8 @@ impl Communicator {
     /// error comes with the next call or [`synchronize`](Self::synchronize), and any error ends the communicator on all ranks.
     /// Dispatches to experts, combines, and all-to-alls whose splits are in device memory are refused there.
     ///
-    /// In host memory all ranks of all hosts agree on every call before its data leaves a host. Different calls, and a call that a rank
-    /// declines, are an error on all ranks, and the communicator stays usable. A call that fails later fails it on all of
+    /// In host memory all ranks of all hosts agree on every call before its data leaves a host. Different calls, and a call that
+    /// a rank declines, are an error on all ranks, and the communicator stays usable. A call that fails later fails it on all of
     /// them: make a new one.
     ///
     /// # Errors
@@ -124,16 +121,7 @@ impl Communicator {
         let bytes = bytes.map(|all| all.into_iter().max().unwrap_or(0));
         let staging = bytes.as_ref().map_or(0, |bytes| bytes.next_multiple_of(4096));
         let total = bytes.map(|_| staging + staging_bytes(true, pool.world()));
-        let ready: Cell<Option<ReadyKernels>> = Cell::new(None);
-        let prepare = |block: &Block<u8>| {
-            ready.set(Some(CudaEngine::prepare(near, block, &engine_options)?));
-            Ok(())
-        };
-        let alive = Box::new(still_there(near));
-        Self::on_control_block(pool, total, prepare, |control, number| {
-            let ready = ready.take().ok_or_else(|| Error::invalid_state("nothing was prepared"))?;
-            let offset = control.offset();
-            let engine = CudaEngine::new(near, offset, &engine_options, ready, alive, number)?;
+        Self::on_device_block(pool, near, total, &engine_options, |engine, offset, number| {
             let engine = SpanningEngine::new(
                 pool,
                 Box::new(engine),

@@ -55,19 +55,19 @@ pub(super) struct BegunRecord {
     pub(super) ticket: Ticket,
 }
 
-/// Records of other ranks, by their rank in the outer engine.
-pub(super) type OtherRecords = Vec<(usize, CallRecord)>;
+/// Records of other ranks, by rank.
+pub(super) type OtherRecords = Vec<(u32, CallRecord)>;
 
 /// Records of the calls so far.
 pub(super) struct CallRecords {
     driver: Driver,
     api: &'static CudaApi,
-    /// Pinned memory, of which each slot has this rank's record and those of all ranks of the outer engine.
+    /// Pinned memory, of which each slot has this rank's record and those of all ranks.
     pinned: PinnedWords,
     /// Staging for them, once: streams keep calls in order.
     pub(super) own: StagingPart,
     pub(super) all: StagingPart,
-    pub(super) width: usize,
+    pub(super) world: usize,
     /// Calls so far, and their digest.
     number: u64,
     digest: u64,
@@ -83,11 +83,11 @@ unsafe impl Send for CallRecords {}
 impl CallRecords {
     pub(super) fn new(
         driver: &Driver,
-        width: usize,
+        world: usize,
         (own, all): (StagingPart, StagingPart),
     ) -> Result<Self> {
         let api = CudaApi::get()?;
-        let words = DEPTH * (1 + width) * WORDS;
+        let words = DEPTH * (1 + world) * WORDS;
         let pinned = cuda(driver)?.with_context_unordered(|| PinnedWords::new(api, words))?;
         Ok(Self {
             driver: driver.clone(),
@@ -95,7 +95,7 @@ impl CallRecords {
             pinned,
             own,
             all,
-            width,
+            world,
             number: 0,
             digest: 0,
             records: 0,
@@ -114,9 +114,9 @@ impl CallRecords {
         (bytes >= RECORDED_BYTES || self.number % INTERVAL == 1).then_some(record)
     }
 
-    /// Pinned words of a slot: of this rank's record, or from that of a rank of the outer engine on.
+    /// Pinned words of a slot: of this rank's record, or from that of a rank on.
     fn word(&self, slot: usize, rank: Option<usize>) -> usize {
-        (slot * (1 + self.width) + rank.map_or(0, |rank| 1 + rank)) * WORDS
+        (slot * (1 + self.world) + rank.map_or(0, |rank| 1 + rank)) * WORDS
     }
 
     fn write(&self, slot: usize, record: &CallRecord) {
@@ -178,8 +178,7 @@ impl CallRecords {
         Ok(())
     }
 
-    /// Takes the first record on its way, if it has arrived, with those of other ranks that differ from it, by their ranks in the
-    /// outer engine.
+    /// Takes the first record on its way, if it has arrived, with those of other ranks that differ from it.
     pub(super) fn take_arrived(&mut self) -> Result<Option<(CallRecord, OtherRecords)>> {
         let Some(first) = self.pending.front() else { return Ok(None) };
         let event = first.arrived;
@@ -192,7 +191,7 @@ impl CallRecords {
             return Ok(None);
         };
         self.spare.push(arrived);
-        let all = (0..self.width).map(|rank| (rank, self.read(slot, rank)));
+        let all = (0_u32..).zip((0..self.world).map(|rank| self.read(slot, rank)));
         Ok(Some((record, all.filter(|(_, other)| *other != record).collect())))
     }
 

@@ -30,6 +30,33 @@ impl SpanningEngine {
         stream: &Stream,
         run: impl FnOnce(&mut Self, T) -> Result<()>,
     ) -> Result<()> {
+        self.put_on_stream((call, bytes), own, stream, |engine, own, record| {
+            run(engine, own)?;
+            engine.end_record(record, stream)
+        })
+    }
+
+    /// A barrier of all ranks: no stream is past it before all have come to it.
+    pub(super) fn barrier_on_device(
+        &mut self,
+        call: CallDescription,
+        stream: &Stream,
+    ) -> Result<()> {
+        // Records that are gathered are a meeting of all ranks; then those of a host meet, whose calls may follow.
+        self.put_on_stream((call, u64::MAX), Ok(()), stream, |engine, (), record| {
+            engine.end_record(record, stream)?;
+            engine.inner.barrier(stream).map_err(|why| engine.in_group(why))
+        })
+    }
+
+    /// Puts a call on the stream whose record `run` ends.
+    fn put_on_stream<T>(
+        &mut self,
+        (call, bytes): (CallDescription, u64),
+        own: Result<T>,
+        stream: &Stream,
+        run: impl FnOnce(&mut Self, T, Option<BegunRecord>) -> Result<()>,
+    ) -> Result<()> {
         self.ready()?;
         let own = match own {
             Err(why) if self.rehearses => return Err(why),
@@ -39,25 +66,15 @@ impl SpanningEngine {
         };
         self.refuse_capture(&call, stream)?;
         self.pass_timeout();
-        let made = self.put_on_stream((call, bytes), stream, |engine, record| {
-            run(engine, own)?;
-            engine.end_record(record, stream)
-        });
+        // The last call may have ended on another stream with work that is not of the host's engine, as may this one.
+        let made = self
+            .inner
+            .extend_order(stream)
+            .and_then(|()| self.begin_record((call, bytes), stream))
+            .and_then(|record| run(self, own, record))
+            .and_then(|()| self.inner.extend_order(stream));
         self.clock.times.calls += u64::from(made.is_ok());
         made.map_err(|why| self.fail(why.context(format!("in {call}"))))
-    }
-
-    fn put_on_stream(
-        &mut self,
-        call: (CallDescription, u64),
-        stream: &Stream,
-        run: impl FnOnce(&mut Self, Option<BegunRecord>) -> Result<()>,
-    ) -> Result<()> {
-        // The last call may have ended on another stream with work that is not of the host's engine, as may this one.
-        self.inner.extend_order(stream)?;
-        let record = self.begin_record(call, stream)?;
-        run(self, record)?;
-        self.inner.extend_order(stream)
     }
 
     /// Looks for what went wrong since the last call, and ends the communicator on all ranks if it finds anything.
@@ -98,30 +115,6 @@ impl SpanningEngine {
             _ => Ok(()),
         }
     }
-
-    /// A barrier of all ranks: no stream is past it before all have come to it.
-    pub(super) fn barrier_on_device(
-        &mut self,
-        call: CallDescription,
-        stream: &Stream,
-    ) -> Result<()> {
-        self.ready()?;
-        if self.rehearses {
-            return Ok(());
-        }
-        self.refuse_capture(&call, stream)?;
-        self.pass_timeout();
-        // Records that are gathered are a meeting of all ranks; then those of a host meet, whose calls may follow.
-        let made = self.put_on_stream((call, u64::MAX), stream, |engine, record| {
-            engine.end_record(record, stream)?;
-            engine.inside_barrier(stream)
-        });
-        made.map_err(|why| self.fail(why.context(format!("in {call}"))))
-    }
-
-    fn inside_barrier(&mut self, stream: &Stream) -> Result<()> {
-        self.inner.barrier(stream).map_err(|why| self.in_group(why))
-    }
 }
 
 impl SpanningEngine {
@@ -155,9 +148,9 @@ impl SpanningEngine {
         let Some(BegunRecord { record, slot, ticket }) = begun else { return Ok(()) };
         self.finish_on(Route::Flat, ticket, stream)?;
         let Some(records) = &self.records else { return Ok(()) };
-        let (places, bytes) = ((records.all.at, records.room(slot)), records.width * RECORD_BYTES);
+        let (from, to, bytes) = (records.all.at, records.room(slot), records.world * RECORD_BYTES);
         // SAFETY: the words belong to the slot, whose last record the host has read.
-        unsafe { self.copy((places.0, places.1), bytes, stream) }?;
+        unsafe { self.copy((from, to), bytes, stream) }?;
         match &mut self.records {
             Some(records) => records.await_arrival((record, slot), stream),
             None => Ok(()),
@@ -181,7 +174,7 @@ impl SpanningEngine {
     }
 
     #[cold]
-    fn different_calls(&self, own: &CallRecord, others: &[(usize, CallRecord)]) -> Error {
+    fn different_calls(&self, own: &CallRecord, others: &[(u32, CallRecord)]) -> Error {
         let line = |rank: u32, record: &CallRecord| {
             format!(
                 "rank {rank} (host {}): call {}, {}",
@@ -190,9 +183,7 @@ impl SpanningEngine {
                 record.call
             )
         };
-        let ranks: Vec<u32> = others.iter().map(|(at, _)| self.rank_on(Route::Flat, *at)).collect();
-        let lines: Vec<String> =
-            others.iter().zip(&ranks).map(|((_, record), &rank)| line(rank, record)).collect();
+        let lines: Vec<String> = others.iter().map(|(rank, record)| line(*rank, record)).collect();
         let is_before = others.iter().all(|(_, other)| other.call == own.call);
         let when = if is_before { " in calls before this one" } else { "" };
         Error::mismatch(format!(
@@ -201,7 +192,7 @@ impl SpanningEngine {
             line(self.ranks.rank, own),
             lines.join("\n  ")
         ))
-        .naming(ranks)
+        .naming(others.iter().map(|(rank, _)| *rank))
     }
 
     /// Why an outer engine's transfers fail, if they do.

@@ -86,8 +86,7 @@ pub(crate) struct SpanningEngine {
 impl SpanningEngine {
     /// The engine on a pool that spans hosts. Its staging is at `staging` in every slot, as long as
     /// [`staging_bytes`](super::staging_bytes) says, in windows. The commit with that `number` made these windows: no other
-    /// communicator of the pool has it. On a device its calls take no more
-    /// SMs than `most_sms`.
+    /// communicator of the pool has it. On a device its calls take no more SMs than `most_sms`.
     pub(crate) fn new(
         pool: &Pool,
         mut inner: Box<dyn Engine>,
@@ -391,7 +390,7 @@ impl Drop for SpanningEngine {
             return;
         }
         // On a device calls go on behind the host's back: they end by themselves, unless the communicator has failed.
-        let is_done = self.device.is_none() || self.device_is_done();
+        let is_done = self.device_is_done();
         if self.device.is_none() || self.failed.get().is_some() || !is_done {
             self.abort();
         }

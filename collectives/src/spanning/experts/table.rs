@@ -2,7 +2,7 @@
 
 #![allow(unsafe_code)] // hands its rows to a collective by address
 
-use symmpool_allocator::{Error, Result};
+use symmpool_allocator::{Error, Result, Stream};
 
 use super::token_list::with_room;
 use crate::algorithm::StandardCollective;
@@ -245,7 +245,7 @@ impl SpanningEngine {
                 self.settle()?;
                 // SAFETY: both are this function's alone, as long as the call needs, and live until it has returned or ended its
                 // transfers.
-                unsafe { self.all_gather(&given, &symmpool_allocator::Stream::DEFAULT) }
+                unsafe { self.all_gather(&given, &Stream::DEFAULT) }
             }),
         };
         made.map_err(|why: Error| self.behind_transfers(why))
